@@ -10,6 +10,7 @@ from contextlib import closing
 from functools import partial
 from itertools import chain
 from pathlib import Path
+from shlex import quote
 
 from kvoffd import __version__
 from kvoffd.cache.cache import Cache
@@ -118,7 +119,7 @@ def log_pages(pool: Pool, pool_file: str) -> None:
     cure = "free memory is in pieces; a restart of the machine, or of the daemon when more is free, would help"
     if pool.kind is MemoryKind.SHARED:
         cure = (
-            f"mount -o remount,huge=advise {Path(pool_file).parent}"
+            f"mount -o remount,huge=advise $(findmnt -no TARGET -T {quote(pool_file)})"
             if pool_file
             else "echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled"
         )

@@ -77,7 +77,8 @@ class FleetPlan(NamedTuple):
         least_prefix: part of a prompt that a prefix must have to count for this rule.
         staleness_s: age of the router's index.
         peers: number of nodes whose pools each node reads: those after it, the first after the last.
-        named_peer: the router names the only one that is read: the other node with the longest prefix by its index.
+        named_peer: the router names the only one that is read: the other node with the longest prefix in its pool, by
+            its index.
         store_blocks: size of the store; 0 for no limit, None for no store.
         store_write: which blocks are written to it.
         disk: of each node.
@@ -175,8 +176,9 @@ class _Router:
         return chosen[int(self._busy_until[chosen].argmin())]
 
     def peer_of(self, node: int, keys: Sequence[bytes]) -> int:
-        """Return the other node with the longest prefix, or any if none has the first key; as in ``BlockPlaces``."""
-        holders = self._index.longest_prefix(keys, self.every & ~(1 << node))
+        """Return the other node with the longest prefix in its pool, or any if none has the first key; as in
+        ``BlockPlaces``."""
+        holders = self._index.longest_prefix(keys, self.every & ~(1 << node), only_pools=True)
         return holders & -holders
 
 

@@ -66,6 +66,8 @@ def make_plans(
     texts = {option: getattr(given, _name(option)) or default for option, default in DEFAULTS.items()}
     if not trace.seconds and (wrong := [one for one in ("--busy-limit", "--staleness") if getattr(given, _name(one))]):
         raise ValueError(f"{wrong[0]} needs the times of all requests, which the trace does not have.")
+    if given.shared_write and not given.shared:
+        raise ValueError("--shared-write needs a store; give --shared too.")
     plan = FleetPlan(
         nodes,
         _speeds(texts),

@@ -87,10 +87,11 @@ class BlockPlaces:
         """Nodes that have a block in their pool, by key."""
         return self._places[MEDIUM_CPU]
 
-    def longest_prefix(self, keys: Sequence[bytes], nodes: int, least: float = 0.0) -> int:
-        """Return those of the nodes that have the most leading keys, in pool or disk: all of them if none has any, or
-        none has at least ``least``."""
-        media, every = [nodes_of.get for nodes_of in self._places.values()], nodes
+    def longest_prefix(self, keys: Sequence[bytes], nodes: int, least: float = 0.0, *, only_pools: bool = False) -> int:
+        """Return those of the nodes that have the most leading keys, in pool or disk unless ``only_pools``: all of them
+        if none has any, or none has at least ``least``."""
+        places = [self.pools] if only_pools else [*self._places.values()]
+        media, every = [nodes_of.get for nodes_of in places], nodes
         for count, key in enumerate(keys):
             having = 0
             for nodes_of in media:
@@ -236,7 +237,7 @@ class StoreObjects:
 
 class SimulatedStore(_Instant):
     """One node's connection to a store. What the daemon believes of it for a while is believed here: what exists is
-    offered again after ``Store.believed_s``, which counts as a use.
+    offered again after ``Store.believed_s``, which counts as a use, or once a lookup did not find it.
 
     Args:
         block_bytes: bytes of a block.
@@ -264,6 +265,12 @@ class SimulatedStore(_Instant):
         if is_there := key in self._objects:
             self._believe(key)
         return is_there
+
+    def find(self, group: BlockGroup, keys: Sequence[bytes], *, prefix: bool) -> Found:
+        for key in keys:  # a daemon asks about those behind the first that is absent too
+            if key not in self._objects:
+                self._believed.pop(key, None)
+        return super().find(group, keys, prefix=prefix)
 
     def _believe(self, key: bytes) -> None:
         self._believed[key] = self._clock() + Store.believed_s

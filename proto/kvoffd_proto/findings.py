@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from math import inf
-from pathlib import PurePath
+from shlex import quote
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -371,7 +371,7 @@ def _huge_pages(facts: Facts) -> Iterator[Finding]:
     if pool.page_slowdown >= s.SLOW_PAGES:
         evidence += f" Reading it takes {pool.page_slowdown:.1f} times as long as reading memory in huge pages."
     if file:
-        fix = f"mount -o remount,huge=advise {PurePath(file).parent}"
+        fix = f"mount -o remount,huge=advise $(findmnt -no TARGET -T {quote(file)})"  # it may be in a subdirectory
     elif pool.memory == "shared":
         evidence += f" It is shared memory, and the kernel's shmem_enabled is {facts.huge_pages or 'unknown'}."
         fix = "echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled"

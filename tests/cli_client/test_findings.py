@@ -566,7 +566,11 @@ def test_what_the_daemon_says_is_not_said_twice() -> None:
     [
         ("private", "", "more free memory when the daemon starts"),
         ("shared", "", "echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled"),
-        ("shared", "/dev/shm/kvoffd.pool", "mount -o remount,huge=advise /dev/shm"),
+        (
+            "shared",
+            "/dev/shm/a node/kvoffd.pool",  # in a directory of the file system that is mounted at /dev/shm
+            "mount -o remount,huge=advise $(findmnt -no TARGET -T '/dev/shm/a node/kvoffd.pool')",
+        ),
     ],
 )
 def test_small_pages_have_the_fix_of_their_memory(memory: str, file: str, fix: str) -> None:

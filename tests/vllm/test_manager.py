@@ -18,7 +18,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 import kvoffd_client
 from kvoffd_client import NamespaceSpec, SchedulerClient
-from kvoffd_client.vllm import hint_sender
+from kvoffd_client.vllm import hint_sender, prompt_queue
 from kvoffd_client.vllm import hints as hints_module
 from kvoffd_client.vllm.adapters import ANSWER_PATIENCE_S
 from kvoffd_client.vllm.connector_metadata import NO_LEASE, ChunkGroup, FailedJob, WorkerNews
@@ -1335,6 +1335,25 @@ def test_a_prompt_that_was_late_uses_the_answer_that_it_has(harness: ManagerHarn
     harness.client.asked[-1][0].stale_at = harness.clock.now + 0.5
     assert harness.scan(), "its lease is renewed"
     assert harness.results(context) == [HIT] * 3
+
+
+def test_a_prompt_that_gave_up_its_lookup_waits_no_more(
+    harness: ManagerHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many as can be are looked up, and vLLM comes to it again: it has no place yet."""
+    monkeypatch.setattr(prompt_queue, "MAX_LOOKED_UP", 0)
+    harness.new()
+    harness.manager.lookups.queue.add("r", 0)
+    harness.scan()
+    assert harness.waits["r"]
+    for _ in range(3):
+        harness.clock.now += 10.0
+        harness.scan()
+        assert not harness.waits["r"]
+        harness.scan()
+        assert not harness.waits["r"]
+        assert not harness.manager.waits.pass_over("r", 0)
+    assert report_of(harness).outcome == Outcome.LATE
 
 
 def test_a_load_that_fails_is_no_load(harness: ManagerHarness) -> None:

@@ -194,6 +194,27 @@ def test_an_urgent_prompt_that_waits_for_a_disk_has_its_turn_before_others(make:
     assert not any(one.num_computed_tokens for one in waiting)
 
 
+def test_a_prompt_that_waits_for_a_disk_has_its_turn_beside_many_urgent_ones(make: Make) -> None:
+    """Its blocks are there, and vLLM would run it: the urgent ones only wait."""
+    engine = make(max_num_seqs=256, scheduling_policy="priority", options={"do_no_harm": False})
+    engine.answers = False
+    urgent = [engine.add(f"high-{at}", document(at, 2)) for at in range(100)]
+    low = engine.add("low", document(1000, 2), priority=5)
+    for _ in range(100):
+        engine.answer_coming(wait_s=60.0)
+        engine.step()
+    its = {bytes(one) for one in low.block_hashes}
+    for _ in range(200):
+        for index in engine.unanswered:
+            if its.issuperset(split(engine.client.asked[index][1][0].keys)):
+                engine.client.answer(its, index)
+        engine.answer_coming(wait_s=60.0)
+        engine.clock.now += MAX_RETRY_PAUSE_S
+        engine.step()
+    assert engine.loaded == ["low"]
+    assert not any(one.num_computed_tokens for one in urgent)
+
+
 def test_a_prompt_that_waits_for_space_is_scanned_once(make: Make) -> None:
     engine = make(max_num_seqs=8, max_model_len=4096, blocks=101)
     first = engine.add("first", document(1, 60), max_tokens=50)

@@ -56,8 +56,8 @@ class Parked:
         own_tokens: tokens that vLLM's own cache had when it was parked.
         until: time, by the engine's clock, at which it is looked at again.
         future: an answer that wakes it; None for none.
-        in_turns: only JUDGED_AT_ONCE of these are woken in a step, also by answers: the most urgent first, else those
-            that are due first.
+        in_turns: only JUDGED_AT_ONCE of these are woken in a step, also by answers: the one that has been due for
+            longest, then the most urgent, else those that are due first.
         priority: vLLM's priority of one that is in turns.
         is_due: its time or answer has come, and it waits for its turn.
         ask_order: for one that asks what a shared store has, a number: these become due together, in the order of their
@@ -109,6 +109,8 @@ class PromptQueue:
         self._due: list[tuple[float, int, str, Parked]] = []
         """Heap of those in turns that are due, and of some that were woken, by priority and the order in which they
         became due."""
+        self._due_since: dict[str, None] = {}
+        """Those that are due, in the order in which they became due."""
         self._for_answers: dict[str, Parked] = {}
         """Parked prompts that an answer wakes."""
         self._for_loads: dict[str, None] = {}
@@ -257,13 +259,16 @@ class PromptQueue:
             _, _, request_id, parked = heappop(self._turns)
             if self._parked.get(request_id) is parked:
                 self._make_due(request_id, parked)
-        while self._turns_left and self._due:
+        if self._due_since and self._turns_left == JUDGED_AT_ONCE:  # or urgent ones could take all turns for ever
+            self._turns_left -= self._unpark(next(iter(self._due_since)))
+        while self._turns_left and self._due_since:
             self._turns_left -= self._wake_entry(heappop(self._due))
 
     def _make_due(self, request_id: str, parked: Parked) -> None:
         """Have a parked prompt wait for its turn, unless it does."""
         if not parked.is_due:
             parked.is_due = True
+            self._due_since[request_id] = None
             self._for_answers.pop(request_id, None)
             self._push(self._due, parked.priority if self._by_priority else 0, request_id, parked)
 
@@ -296,6 +301,7 @@ class PromptQueue:
         self._for_loads.pop(request_id, None)
         self._for_lookups.pop(request_id, None)
         self._asking.pop(request_id, None)
+        self._due_since.pop(request_id, None)
         return self._parked.pop(request_id, None) is not None
 
     def first_ahead(self, most: int) -> Iterator[str]:

@@ -279,7 +279,7 @@ class PromptWaits:
         request_id = state.request.request_id
         if not self._queue.take_lookup(request_id):
             until = self._begin_wait(state) + self._allowed_s(state, state.request.num_tokens)
-            if self._engine_clock.read() < until:
+            if self._engine_clock.read() < until and not state.wait.gave_up_lookup:
                 self._queue.park(request_id, Parked(own_tokens, until, for_lookup=True))
                 return False
             if self._queue.is_full:
