@@ -18,7 +18,7 @@ import numpy as np
 from kvoffd.errors import PoolTooLarge, UnsafeSegment
 from kvoffd.pool.allocator import PoolSegment
 from kvoffd.system.files import FileCalls, OnError, allocate_in_steps
-from kvoffd.system.limits import default_huge_page_bytes, free_huge_pages
+from kvoffd.system.limits import default_huge_page_bytes, free_huge_pages, memory_limit
 from kvoffd.system.mappings import (
     HUGETLBFS_MAGIC,
     MADV_POPULATE_WRITE,
@@ -44,6 +44,8 @@ SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 """Seals of a memfd whose size nobody can change."""
 SAMPLE_BYTES, SAMPLE_PIECES = 32 << 20, 8
 """Memory that ``slowdown`` reads, and the number of places over which it lies."""
+SPARE_SAMPLES = 8
+"""Samples for which memory must be available before ``slowdown`` takes two of it."""
 RESERVED_FROM_BYTES = 1 << 30
 """Smallest memory that takes reserved huge pages: a small pool gains nothing, and they may be meant for others."""
 HUGE_SHARE = 0.9
@@ -219,14 +221,20 @@ class PoolMemory:
     def slowdown(self) -> float:
         """Measure how many times as long reading this resident memory takes as reading memory in huge pages.
 
-        0.0 if (nearly) all of it is in huge pages, or if the kernel has none to compare with. Takes up to a few tenths
-        of a second.
+        0.0 if (nearly) all of it is in huge pages, or if the kernel has none, or too little memory, to compare with.
+        Takes up to a few tenths of a second.
         """
         sample_bytes = min(SAMPLE_BYTES, self.size_bytes)
         if huge_page_bytes(self.segment) >= HUGE_SHARE * self.size_bytes:
             return 0.0
-        with closing(PoolMemory.create_private(2 * sample_bytes)) as other:
-            other.touch(1)
+        if memory_limit().bytes < SPARE_SAMPLES * sample_bytes:  # the kernel would kill the daemon for the last of it
+            return 0.0
+        with ExitStack() as closed:
+            try:
+                other = closed.enter_context(closing(PoolMemory.create_private(2 * sample_bytes)))
+                other.touch(1)
+            except PoolTooLarge:
+                return 0.0
             if huge_page_bytes(other.segment) < 2 * sample_bytes:
                 return 0.0
             piece_bytes, into = sample_bytes // SAMPLE_PIECES, other.segment.address + sample_bytes

@@ -167,6 +167,24 @@ def test_small_pages_are_measured_beside_huge_ones(monkeypatch: pytest.MonkeyPat
         assert pool.pages.slowdown == 0
 
 
+def test_a_measurement_for_which_there_is_no_memory_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would refuse the start, or have the kernel kill a daemon whose pool nearly fills its cgroup."""
+
+    def refuse(size_bytes: int) -> None:
+        raise PoolTooLarge("no memory")
+
+    monkeypatch.setattr(memory_module, "huge_page_bytes", lambda _: 0)
+    with closing(Pool(64 * MIB, backing=MemfdBacking())) as pool:
+        pool.touch(1, lambda _: None)
+        monkeypatch.setattr(memory_module.PoolMemory, "create_private", refuse)
+        pool.measure_pages()
+        assert pool.pages.slowdown == 0
+        monkeypatch.setattr(memory_module, "memory_limit", lambda: MemoryLimit(100 * MIB, "a cgroup"), raising=False)
+        monkeypatch.setattr(memory_module.PoolMemory, "create_private", lambda _: pytest.fail("it took the rest"))
+        pool.measure_pages()
+        assert pool.pages.slowdown == 0
+
+
 # --- the table's format ------------------------------------------------------------------------
 
 
