@@ -32,6 +32,8 @@ _ALIGNMENT = 2 << 20
 POOL_NAME, TABLE_NAME = "kvoffd-pool", "kvoffd-slot-table"
 """Names of memfds, in /proc/self/maps and in systemd's fd store."""
 NO_LIMIT = 2**63 - 1
+_RESERVED_LIMIT = MemoryLimit(NO_LIMIT, "reserved huge pages")
+"""Limit of a pool all of which fits into reserved huge pages: no other memory matters."""
 
 Memories: TypeAlias = tuple[PoolMemory, PoolMemory]
 """Memory of a pool, and of its slot table."""
@@ -48,13 +50,16 @@ class NewBacking:
         self._on_progress = on_progress
 
     def limit(self, pool_bytes: int) -> MemoryLimit:
-        return _limit_of_new(pool_bytes)
+        return _RESERVED_LIMIT if fits_reserved(pool_bytes) else memory_limit()
 
     def find(self, geometry: TableGeometry) -> None:
         """There never is an earlier daemon's."""
 
     def make(self, geometry: TableGeometry) -> Memories:
-        return _make_new(geometry, lambda: PoolMemory.create_private(geometry.pool_bytes), self._on_progress)
+        size_bytes = geometry.pool_bytes
+        return _make_new(
+            geometry, fits_reserved(size_bytes), lambda: PoolMemory.create_private(size_bytes), self._on_progress
+        )
 
     def close(self) -> None:
         """Nothing of it is open."""
@@ -79,9 +84,11 @@ class MemfdBacking:
 
     def limit(self, pool_bytes: int) -> MemoryLimit:
         """Return the memory available for a pool and its table, including what they hold already."""
-        held = sum(held_bytes(os.fstat(fd)) for fd in self._stored or ())
-        limit = _limit_of_new(pool_bytes)
-        return MemoryLimit(min(NO_LIMIT, limit.bytes + held), limit.source)
+        held, held_reserved = self._held()
+        if fits_reserved(pool_bytes, held_reserved):
+            return _RESERVED_LIMIT
+        limit = memory_limit()
+        return MemoryLimit(limit.bytes + held, limit.source)
 
     def find(self, geometry: TableGeometry) -> Memories | None:
         """Map the memory of an earlier daemon; None if there is none. Raises BadTable if it has another geometry."""
@@ -100,14 +107,24 @@ class MemfdBacking:
 
     def make(self, geometry: TableGeometry) -> Memories:
         """Make new memory, all zeros, after freeing an earlier daemon's. Raises PoolTooLarge."""
+        size_bytes = geometry.pool_bytes
+        held, held_reserved = self._held()
+        fits = fits_reserved(size_bytes, held_reserved)
         if self._stored is not None:
-            if not fits_reserved(geometry.pool_bytes):
-                held = sum(held_bytes(os.fstat(fd)) for fd in self._stored)
-                check_fits(geometry.pool_bytes + geometry.size_bytes, memory_limit(freed_bytes=held))
+            if not fits:
+                check_fits(size_bytes + geometry.size_bytes, memory_limit(freed_bytes=held))
             self.close()
             if self._on_discard is not None:
                 self._on_discard()
-        return _make_new(geometry, lambda: PoolMemory.create(geometry.pool_bytes, POOL_NAME), self._on_progress)
+        return _make_new(geometry, fits, lambda: PoolMemory.create(size_bytes, POOL_NAME), self._on_progress)
+
+    def _held(self) -> tuple[int, int]:
+        """Return the bytes of an earlier daemon's memory, and those of its reserved huge pages, which are no other
+        memory once they are free."""
+        held = {False: 0, True: 0}
+        for fd in self._stored or ():
+            held[filesystem_magic(fd) == HUGETLBFS_MAGIC] += held_bytes(os.fstat(fd))
+        return held[False], held[True]
 
     def close(self) -> None:
         """Close the descriptors of the earlier daemon. Mappings stay."""
@@ -116,20 +133,17 @@ class MemfdBacking:
         self._stored = None
 
 
-def _limit_of_new(pool_bytes: int) -> MemoryLimit:
-    """Return the memory available for a new pool, if not only its reserved huge pages matter."""
-    if fits_reserved(pool_bytes):
-        return MemoryLimit(NO_LIMIT, "reserved huge pages")
-    return memory_limit()
-
-
 def _make_new(
-    geometry: TableGeometry, create: Callable[[], PoolMemory], on_progress: Callable[[int], None]
+    geometry: TableGeometry,
+    fits: bool,
+    create: Callable[[], PoolMemory],
+    on_progress: Callable[[int], None],
 ) -> Memories:
-    """Make new memory for a pool and its table: reserved huge pages, or what ``create`` makes. Raises PoolTooLarge."""
-    pool, fits = None, fits_reserved(geometry.pool_bytes)
+    """Make new memory for a pool and its table: reserved huge pages if it ``fits``, or what ``create`` makes. Raises
+    PoolTooLarge."""
+    pool = None
     if fits and (pool := PoolMemory.take_reserved(geometry.pool_bytes, POOL_NAME, on_progress)) is None:
-        # A cgroup's limit refuses them, and for all other memory there was no check.
+        # A cgroup's limit refuses them, or somebody was first; and for all other memory there was no check.
         check_fits(geometry.pool_bytes + geometry.size_bytes, memory_limit())
     if pool is None:
         pool = create()

@@ -262,12 +262,15 @@ class PoolMemory:
             self.fd = -1
 
 
-def fits_reserved(size_bytes: int) -> bool:
-    """Return whether the machine has reserved huge pages for this memory, which nobody uses."""
+def fits_reserved(size_bytes: int, freed_bytes: int = 0) -> bool:
+    """Return whether the machine has reserved huge pages for this memory, which nobody uses once ``freed_bytes`` of them
+    are free again."""
     if size_bytes < RESERVED_FROM_BYTES:
         return False
     page_bytes = default_huge_page_bytes()
-    return bool(page_bytes) and not size_bytes % page_bytes and free_huge_pages(page_bytes) * page_bytes >= size_bytes
+    if not page_bytes or size_bytes % page_bytes:
+        return False
+    return free_huge_pages(page_bytes) * page_bytes + freed_bytes >= size_bytes
 
 
 def _populate(address: int, length: int) -> None:

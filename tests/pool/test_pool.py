@@ -154,6 +154,27 @@ def test_a_limit_of_reserved_huge_pages_leaves_other_memory(reserved: Path, monk
         Pool(16 * MIB)
 
 
+def test_reserved_pages_of_an_earlier_daemon_are_free_for_reserved_pages_alone(
+    reserved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pool that is resized is refused where they do not help, and takes them where they do."""
+
+    def other_memory(size_bytes: int) -> None:
+        def limit(freed_bytes: int = 0) -> MemoryLimit:
+            return MemoryLimit(size_bytes + freed_bytes, "other memory")
+
+        monkeypatch.setattr(backing_module, "memory_limit", limit)
+
+    with closing(Pool(16 * MIB, backing=MemfdBacking())) as first:
+        fds, again = kept(first), kept(first)
+    other_memory(36 * MIB)
+    with pytest.raises(PoolTooLarge, match="other memory"):
+        successor(fds, 48 * MIB)
+    other_memory(1 * MIB)
+    with closing(successor(again, 24 * MIB)) as second:
+        assert (second.kind, second.recovered) == (MemoryKind.RESERVED, False)
+
+
 def test_small_pages_are_measured_beside_huge_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of its own memory and of the other once in a turn; nothing where the kernel has none to compare with."""
     with closing(Pool(64 * MIB, backing=MemfdBacking())) as pool:
