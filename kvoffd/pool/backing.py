@@ -4,18 +4,19 @@ hugetlbfs; existing or new."""
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TypeAlias
 
 from kvoffd.errors import KvoffdError, PoolTooLarge, UnsafeSegment
-from kvoffd.pool.memory import ALLOCATE_STEP_BYTES, PoolMemory, fits_reserved
+from kvoffd.pool.allocator import PoolSegment
+from kvoffd.pool.memory import PoolMemory, allocate_near, fits_reserved
 from kvoffd.pool.slot_table import BadTable, TableGeometry, check_table, is_table
 from kvoffd.system.files import (
     FileCalls,
     FileInUse,
     OnError,
-    allocate_in_steps,
     claim_file,
     foreign_owner,
     held_bytes,
@@ -25,6 +26,7 @@ from kvoffd.system.files import (
 )
 from kvoffd.system.limits import MemoryLimit, check_fits, free_huge_pages, memory_limit
 from kvoffd.system.mappings import HUGETLBFS_MAGIC, TMPFS_MAGIC, filesystem_magic
+from kvoffd.system.numa import NOWHERE
 from kvoffd_proto.units import format_size
 
 # The pool's offset in the file is a multiple of this and of the file system's page size, so tmpfs can use huge pages.
@@ -55,11 +57,10 @@ class NewBacking:
     def find(self, geometry: TableGeometry) -> None:
         """There never is an earlier daemon's."""
 
-    def make(self, geometry: TableGeometry) -> Memories:
-        size_bytes = geometry.pool_bytes
-        return _make_new(
-            geometry, fits_reserved(size_bytes), lambda: PoolMemory.create_private(size_bytes), self._on_progress
-        )
+    def make(self, geometry: TableGeometry, segments: Sequence[PoolSegment]) -> Memories:
+        """Make new memory, all zeros; reserved huge pages of each segment near its NUMA node. Raises PoolTooLarge."""
+        create, fits = partial(PoolMemory.create_private, geometry.pool_bytes), fits_reserved(geometry.pool_bytes)
+        return _make_new(geometry, segments, self._on_progress, create, fits=fits)
 
     def close(self) -> None:
         """Nothing of it is open."""
@@ -105,8 +106,8 @@ class MemfdBacking:
         except UnsafeSegment as error:
             raise BadTable(f"The stored memory is not a pool of kvoffd: {error.message}") from error
 
-    def make(self, geometry: TableGeometry) -> Memories:
-        """Make new memory, all zeros, after freeing an earlier daemon's. Raises PoolTooLarge."""
+    def make(self, geometry: TableGeometry, segments: Sequence[PoolSegment]) -> Memories:
+        """Make new memory, as ``NewBacking`` does, after freeing an earlier daemon's. Raises PoolTooLarge."""
         size_bytes = geometry.pool_bytes
         held, held_reserved = self._held()
         fits = fits_reserved(size_bytes, held_reserved)
@@ -116,7 +117,8 @@ class MemfdBacking:
             self.close()
             if self._on_discard is not None:
                 self._on_discard()
-        return _make_new(geometry, fits, lambda: PoolMemory.create(size_bytes, POOL_NAME), self._on_progress)
+        create = partial(PoolMemory.create, size_bytes, POOL_NAME)
+        return _make_new(geometry, segments, self._on_progress, create, fits=fits)
 
     def _held(self) -> tuple[int, int]:
         """Return the bytes of an earlier daemon's memory, and those of its reserved huge pages, which are no other
@@ -135,16 +137,18 @@ class MemfdBacking:
 
 def _make_new(
     geometry: TableGeometry,
-    fits: bool,
-    create: Callable[[], PoolMemory],
+    segments: Sequence[PoolSegment],
     on_progress: Callable[[int], None],
+    create: Callable[[], PoolMemory],
+    *,
+    fits: bool,
 ) -> Memories:
     """Make new memory for a pool and its table: reserved huge pages if it ``fits``, or what ``create`` makes. Raises
     PoolTooLarge."""
-    pool = None
-    if fits and (pool := PoolMemory.take_reserved(geometry.pool_bytes, POOL_NAME, on_progress)) is None:
+    pool, size_bytes = None, geometry.pool_bytes
+    if fits and (pool := PoolMemory.take_reserved(size_bytes, POOL_NAME, on_progress, segments)) is None:
         # A cgroup's limit refuses them, or somebody was first; and for all other memory there was no check.
-        check_fits(geometry.pool_bytes + geometry.size_bytes, memory_limit())
+        check_fits(size_bytes + geometry.size_bytes, memory_limit())
     if pool is None:
         pool = create()
     with OnError(pool.close):
@@ -209,11 +213,11 @@ class FileBacking:
         if status.st_size != wanted:
             raise BadTable(f"The pool file has {status.st_size} bytes and should have {wanted}.")
         if held_bytes(status) < wanted:
-            self._allocate(wanted)  # somebody punched holes into it
+            self._allocate(wanted, [PoolSegment(0, wanted, NOWHERE)])  # somebody punched holes into it
         return self._map(geometry)
 
-    def make(self, geometry: TableGeometry) -> Memories:
-        size = sum(self._parts(geometry))
+    def make(self, geometry: TableGeometry, segments: Sequence[PoolSegment]) -> Memories:
+        begin, size = self._parts(geometry)[0], sum(self._parts(geometry))
         try:
             if self._fd >= 0:
                 if not self._huge:
@@ -231,7 +235,9 @@ class FileBacking:
             ) from error
         locked = try_lock(self._fd)
         assert locked, "nobody else can know a file without a name"
-        self._allocate(size)
+        parts = [PoolSegment(begin + one.begin, begin + one.end, one.locality) for one in segments]
+        placed = parts[-1].end if parts else begin
+        self._allocate(size, [PoolSegment(0, begin, NOWHERE), *parts, PoolSegment(placed, size, NOWHERE)])
         return self._map(geometry)
 
     def publish(self) -> None:
@@ -281,9 +287,9 @@ class FileBacking:
         step = max(_ALIGNMENT, self._page_bytes)
         return -(-geometry.size_bytes // step) * step, -(-geometry.pool_bytes // step) * step
 
-    def _allocate(self, size_bytes: int) -> None:
+    def _allocate(self, size_bytes: int, parts: Sequence[PoolSegment]) -> None:
         try:
-            for done_bytes in allocate_in_steps(self._calls, self._fd, size_bytes, ALLOCATE_STEP_BYTES):
+            for done_bytes in allocate_near(self._calls, self._fd, parts):
                 self._on_progress(done_bytes)
         except OSError as error:
             what, cure = "memory", "free some memory"

@@ -17,7 +17,7 @@ import numpy as np
 
 from kvoffd.errors import PoolTooLarge, UnsafeSegment
 from kvoffd.pool.allocator import PoolSegment
-from kvoffd.system.files import FileCalls, OnError, allocate_in_steps
+from kvoffd.system.files import FileCalls, OnError
 from kvoffd.system.limits import default_huge_page_bytes, free_huge_pages, memory_limit
 from kvoffd.system.mappings import (
     HUGETLBFS_MAGIC,
@@ -80,17 +80,20 @@ class PoolMemory:
             ) from error
 
     @classmethod
-    def take_reserved(cls, size_bytes: int, name: str, on_progress: Callable[[int], None]) -> PoolMemory | None:
+    def take_reserved(
+        cls, size_bytes: int, name: str, on_progress: Callable[[int], None], segments: Sequence[PoolSegment] = ()
+    ) -> PoolMemory | None:
         """Make a memfd as ``create`` does, all of it in reserved huge pages and resident; None if the kernel refuses.
 
-        A cgroup may have a limit of them. ``on_progress``: called with the bytes allocated so far.
+        A cgroup may have a limit of them. ``on_progress``: called with the bytes allocated so far. ``segments``: see
+        ``touch``.
         """
         with ExitStack() as undo:
             try:
                 fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | os.MFD_HUGETLB)
                 undo.callback(os.close, fd)
                 os.ftruncate(fd, size_bytes)
-                for done_bytes in allocate_in_steps(FileCalls(), fd, size_bytes, ALLOCATE_STEP_BYTES):
+                for done_bytes in allocate_near(FileCalls(), fd, segments or [PoolSegment(0, size_bytes, NOWHERE)]):
                     on_progress(done_bytes)
                 fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
                 made = cls(fd, map_shared(fd, size_bytes), reserved=True)
@@ -263,14 +266,27 @@ class PoolMemory:
 
 
 def fits_reserved(size_bytes: int, freed_bytes: int = 0) -> bool:
-    """Return whether the machine has reserved huge pages for this memory, which nobody uses once ``freed_bytes`` of them
-    are free again."""
+    """Return whether the machine has reserved huge pages for this memory, which nobody uses once ``freed_bytes`` of
+    them are free again."""
     if size_bytes < RESERVED_FROM_BYTES:
         return False
     page_bytes = default_huge_page_bytes()
     if not page_bytes or size_bytes % page_bytes:
         return False
     return free_huge_pages(page_bytes) * page_bytes + freed_bytes >= size_bytes
+
+
+def allocate_near(calls: FileCalls, fd: int, parts: Sequence[PoolSegment]) -> Iterator[int]:
+    """Allocate parts of a file of memory in steps, each by a thread near its NUMA node, which places its pages there;
+    yield before each step how many bytes are allocated. Raises OSError."""
+    done_bytes = 0
+    for begin, end, near in parts:
+        with ThreadPoolExecutor(1, "kvoffd-allocate", run_near, (near,)) as executor:
+            for offset in range(begin, end, ALLOCATE_STEP_BYTES):
+                yield done_bytes
+                length = min(ALLOCATE_STEP_BYTES, end - offset)
+                executor.submit(calls.allocate, fd, offset, length).result()
+                done_bytes += length
 
 
 def _populate(address: int, length: int) -> None:

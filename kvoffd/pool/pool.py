@@ -84,7 +84,7 @@ class Pool:
             found, self.cold_reason = None, error.message
         self.recovered = found is not None
         """Whether an earlier daemon's pool was reused, even an empty one."""
-        self._memory, self._table_memory = found or backing.make(geometry)
+        self._memory, self._table_memory = found or backing.make(geometry, self.slots.segments)
         self.mapping = self._memory.segment
         """All bytes of the pool, mapped until ``close``."""
         self.keeper = ""

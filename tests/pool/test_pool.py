@@ -261,6 +261,8 @@ def test_checksums_are_those_of_the_library(pool: Pool) -> None:
 
 # --- NUMA nodes ----------------------------------------------------------------------------------
 
+NODES = [Locality(0, frozenset({0})), Locality(1, frozenset({1}))]
+
 
 def test_segments_cover_the_pool_in_whole_regions() -> None:
     nodes = [Locality(number, frozenset()) for number in (0, 1, 3)]
@@ -274,7 +276,6 @@ def test_segments_cover_the_pool_in_whole_regions() -> None:
 
 
 def test_each_segment_is_touched_by_threads_near_its_node(monkeypatch: pytest.MonkeyPatch) -> None:
-    nodes = [Locality(0, frozenset({0})), Locality(1, frozenset({1}))]
     place_of: dict[int, frozenset[int]] = {}
     touched: dict[frozenset[int], list[tuple[int, int]]] = defaultdict(list)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
@@ -285,12 +286,12 @@ def test_each_segment_is_touched_by_threads_near_its_node(monkeypatch: pytest.Mo
         "kvoffd.pool.memory._populate",
         lambda address, length: touched[place_of[threading.get_ident()]].append((address, length)),
     )
-    pool = Pool(96 * MIB, region_bytes=4 * MIB, limit=MemoryLimit(1 << 60, "a test"), nodes=nodes)
+    pool = Pool(96 * MIB, region_bytes=4 * MIB, limit=MemoryLimit(1 << 60, "a test"), nodes=NODES)
     try:
         seen: list[int] = []
         assert pool.touch(2, seen.append) == 96 * MIB
         assert seen[-1] == 96 * MIB
-        for node, begin in zip(nodes, (0, 48 * MIB), strict=True):
+        for node, begin in zip(NODES, (0, 48 * MIB), strict=True):
             pieces = sorted(touched[node.cpus])
             assert pieces == [
                 (pool.mapping.address + begin, 32 * MIB),
@@ -298,3 +299,41 @@ def test_each_segment_is_touched_by_threads_near_its_node(monkeypatch: pytest.Mo
             ]
     finally:
         pool.close()
+
+
+@pytest.fixture
+def placed(monkeypatch: pytest.MonkeyPatch) -> dict[int, frozenset[int]]:
+    """CPUs of the thread that allocated memory of a file, by the beginning; a machine with the CPUs 0 and 1."""
+    near = threading.local()
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    monkeypatch.setattr(os, "sched_setaffinity", lambda _, cpus: setattr(near, "cpus", frozenset(cpus)))
+    found: dict[int, frozenset[int]] = {}
+    allocate = FileCalls.allocate
+
+    def record(calls: FileCalls, fd: int, offset: int, length: int) -> None:
+        found[offset] = getattr(near, "cpus", frozenset())
+        allocate(calls, fd, offset, length)
+
+    monkeypatch.setattr(FileCalls, "allocate", record)
+    return found
+
+
+def test_a_pool_file_is_allocated_near_the_nodes_of_its_parts(
+    pool_file: Path, placed: dict[int, frozenset[int]]
+) -> None:
+    """Touched later, its pages stay where they are."""
+    with (
+        closing(FileBacking(pool_file)) as backing,
+        closing(Pool(16 * MIB, region_bytes=4 * MIB, backing=backing, nodes=NODES)) as pool,
+    ):
+        _, begin, _ = pool.place
+        assert placed == {0: frozenset(), begin: frozenset({0}), begin + 8 * MIB: frozenset({1})}
+        assert os.fstat(pool.memory_fds[0]).st_blocks * 512 == begin + 16 * MIB
+
+
+def test_reserved_huge_pages_are_taken_near_the_nodes_of_the_pool(
+    reserved: Path, placed: dict[int, frozenset[int]]
+) -> None:
+    with closing(Pool(16 * MIB, region_bytes=4 * MIB, nodes=NODES)) as pool:
+        assert pool.kind is MemoryKind.RESERVED
+        assert placed == {0: frozenset({0}), 8 * MIB: frozenset({1})}
