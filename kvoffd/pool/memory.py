@@ -134,7 +134,7 @@ class PoolMemory:
         """
         segment = map_memfd(fd, size_bytes, may_be_huge=True)
         with OnError(segment.close):
-            return cls(os.dup(fd), segment, reserved=filesystem_magic(fd) == HUGETLBFS_MAGIC)
+            return cls._of(os.dup(fd), segment)
 
     @classmethod
     def of_file(cls, fd: int, size_bytes: int, offset: int) -> PoolMemory:
@@ -145,12 +145,17 @@ class PoolMemory:
         """
         copy = os.dup(fd)
         try:
-            return cls(copy, map_shared(copy, size_bytes, offset))
+            segment = map_shared(copy, size_bytes, offset)
         except OSError as error:
             os.close(copy)
             raise PoolTooLarge(
                 f"The kernel refuses to map {size_bytes} bytes of the pool file ({error}); choose a smaller pool."
             ) from error
+        return cls._of(copy, segment)
+
+    @classmethod
+    def _of(cls, fd: int, segment: HostMapping) -> PoolMemory:
+        return cls(fd, segment, reserved=filesystem_magic(fd) == HUGETLBFS_MAGIC)
 
     @property
     def buffer(self) -> memoryview:

@@ -24,6 +24,7 @@ from kvoffd.pool.pool import MemoryKind, Pool
 from kvoffd.pool.slot_table import CRC, FREE_RECORD, HEADER, READY_RECORD, RECORD, RECORD_BYTES, TableGeometry
 from kvoffd.system.files import FileCalls
 from kvoffd.system.limits import MemoryLimit, default_huge_page_bytes, free_huge_pages
+from kvoffd.system.mappings import HUGETLBFS_MAGIC
 from kvoffd.system.numa import Locality
 
 MIB = 1 << 20
@@ -152,6 +153,12 @@ def test_a_limit_of_reserved_huge_pages_leaves_other_memory(reserved: Path, monk
     monkeypatch.setattr(backing_module, "memory_limit", lambda: MemoryLimit(1000, "what is free"))
     with pytest.raises(PoolTooLarge, match="what is free"):
         Pool(16 * MIB)
+
+
+def test_a_pool_file_on_a_hugetlbfs_is_in_reserved_huge_pages(pool_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory_module, "filesystem_magic", lambda _: HUGETLBFS_MAGIC)
+    with closing(FileBacking(pool_file)) as backing, closing(Pool(4 * MIB, backing=backing)) as pool:
+        assert pool.kind is MemoryKind.RESERVED
 
 
 def test_reserved_pages_of_an_earlier_daemon_are_free_for_reserved_pages_alone(
