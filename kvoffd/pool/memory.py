@@ -48,8 +48,6 @@ SPARE_SAMPLES = 8
 """Samples for which memory must be available before ``slowdown`` takes two of it."""
 RESERVED_FROM_BYTES = 1 << 30
 """Smallest memory that takes reserved huge pages: a small pool gains nothing, and they may be meant for others."""
-HUGE_SHARE = 0.9
-"""Share of the memory that is in huge pages, from which ``slowdown`` measures nothing."""
 
 
 class PoolMemory:
@@ -229,12 +227,9 @@ class PoolMemory:
     def slowdown(self) -> float:
         """Measure how many times as long reading this resident memory takes as reading memory in huge pages.
 
-        0.0 if (nearly) all of it is in huge pages, or if the kernel has none, or too little memory, to compare with.
-        Takes up to a few tenths of a second.
+        0.0 if the kernel has no huge pages, or too little memory, to compare with. Takes up to tenths of a second.
         """
         sample_bytes = min(SAMPLE_BYTES, self.size_bytes)
-        if huge_page_bytes(self.segment) >= HUGE_SHARE * self.size_bytes:
-            return 0.0
         if memory_limit().bytes < SPARE_SAMPLES * sample_bytes:  # the kernel would kill the daemon for the last of it
             return 0.0
         with ExitStack() as closed:

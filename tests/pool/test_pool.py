@@ -18,13 +18,14 @@ import xxhash
 from kvoffd.errors import PoolTooLarge
 from kvoffd.pool import backing as backing_module
 from kvoffd.pool import memory as memory_module
+from kvoffd.pool import pool as pool_module
 from kvoffd.pool.allocator import PoolSegment, cut_pool
 from kvoffd.pool.backing import FileBacking, MemfdBacking, NewBacking
 from kvoffd.pool.pool import MemoryKind, Pool
 from kvoffd.pool.slot_table import CRC, FREE_RECORD, HEADER, READY_RECORD, RECORD, RECORD_BYTES, TableGeometry
 from kvoffd.system.files import FileCalls
 from kvoffd.system.limits import MemoryLimit, default_huge_page_bytes, free_huge_pages
-from kvoffd.system.mappings import HUGETLBFS_MAGIC
+from kvoffd.system.mappings import HUGETLBFS_MAGIC, HostMapping
 from kvoffd.system.numa import Locality
 
 MIB = 1 << 20
@@ -186,10 +187,17 @@ def test_small_pages_are_measured_beside_huge_ones(monkeypatch: pytest.MonkeyPat
     """Each of its own memory and of the other once in a turn; nothing where the kernel has none to compare with."""
     with closing(Pool(64 * MIB, backing=MemfdBacking())) as pool:
         pool.touch(1, lambda _: None)
-        have = {pool.mapping.address: 0}
-        monkeypatch.setattr(memory_module, "huge_page_bytes", lambda one: have.get(one.address, one.size_bytes))
+        walks: list[int] = []
+
+        def huge(mapping: HostMapping) -> int:
+            walks.append(mapping.address)
+            return 0 if mapping is pool.mapping else mapping.size_bytes
+
+        for module in (memory_module, pool_module):
+            monkeypatch.setattr(module, "huge_page_bytes", huge)
         pool.measure_pages()
         assert pool.pages.slowdown > 0
+        assert walks.count(pool.mapping.address) == 1, "of a large pool it takes seconds, while nothing can be mapped"
         monkeypatch.setattr(memory_module, "huge_page_bytes", lambda one: 0)
         pool.measure_pages()
         assert pool.pages.slowdown == 0
