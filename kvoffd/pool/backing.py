@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 from kvoffd.errors import KvoffdError, PoolTooLarge, UnsafeSegment
 from kvoffd.pool.allocator import PoolSegment
-from kvoffd.pool.memory import PoolMemory, allocate_near, fits_reserved
+from kvoffd.pool.memory import PoolMemory, allocate_near
 from kvoffd.pool.slot_table import BadTable, TableGeometry, check_table, is_table
 from kvoffd.system.files import (
     FileCalls,
@@ -24,7 +24,7 @@ from kvoffd.system.files import (
     open_directory,
     try_lock,
 )
-from kvoffd.system.limits import MemoryLimit, check_fits, free_huge_pages, memory_limit
+from kvoffd.system.limits import MemoryLimit, check_fits, fits_reserved, free_huge_pages, memory_limit
 from kvoffd.system.mappings import HUGETLBFS_MAGIC, TMPFS_MAGIC, filesystem_magic
 from kvoffd.system.numa import NOWHERE
 from kvoffd_proto.units import format_size

@@ -18,7 +18,7 @@ import numpy as np
 from kvoffd.errors import PoolTooLarge, UnsafeSegment
 from kvoffd.pool.allocator import PoolSegment
 from kvoffd.system.files import FileCalls, OnError
-from kvoffd.system.limits import default_huge_page_bytes, free_huge_pages, memory_limit
+from kvoffd.system.limits import memory_limit
 from kvoffd.system.mappings import (
     HUGETLBFS_MAGIC,
     MADV_POPULATE_WRITE,
@@ -46,8 +46,6 @@ SAMPLE_BYTES, SAMPLE_PIECES = 32 << 20, 8
 """Memory that ``slowdown`` reads, and the number of places over which it lies."""
 SPARE_SAMPLES = 8
 """Samples for which memory must be available before ``slowdown`` takes two of it."""
-RESERVED_FROM_BYTES = 1 << 30
-"""Smallest memory that takes reserved huge pages: a small pool gains nothing, and they may be meant for others."""
 
 
 class PoolMemory:
@@ -263,17 +261,6 @@ class PoolMemory:
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
-
-
-def fits_reserved(size_bytes: int, freed_bytes: int = 0) -> bool:
-    """Return whether the machine has reserved huge pages for this memory, which nobody uses once ``freed_bytes`` of
-    them are free again."""
-    if size_bytes < RESERVED_FROM_BYTES:
-        return False
-    page_bytes = default_huge_page_bytes()
-    if not page_bytes or size_bytes % page_bytes:
-        return False
-    return free_huge_pages(page_bytes) * page_bytes + freed_bytes >= size_bytes
 
 
 def allocate_near(calls: FileCalls, fd: int, parts: Sequence[PoolSegment]) -> Iterator[int]:

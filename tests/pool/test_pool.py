@@ -23,6 +23,7 @@ from kvoffd.pool.allocator import PoolSegment, cut_pool
 from kvoffd.pool.backing import FileBacking, MemfdBacking, NewBacking
 from kvoffd.pool.pool import MemoryKind, Pool
 from kvoffd.pool.slot_table import CRC, FREE_RECORD, HEADER, READY_RECORD, RECORD, RECORD_BYTES, TableGeometry
+from kvoffd.system import limits
 from kvoffd.system.files import FileCalls
 from kvoffd.system.limits import MemoryLimit, default_huge_page_bytes, free_huge_pages
 from kvoffd.system.mappings import HUGETLBFS_MAGIC, HostMapping
@@ -102,7 +103,7 @@ def test_memory_that_nobody_else_needs_is_private() -> None:
 @pytest.fixture
 def reserved(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """24 MiB of reserved huge pages that nobody has, and a daemon whose pool counts as large."""
-    monkeypatch.setattr(memory_module, "RESERVED_FROM_BYTES", 0)
+    monkeypatch.setattr(limits, "RESERVED_FROM_BYTES", 0)
     pages = Path("/proc/sys/vm/nr_hugepages")
     before = pages.read_text()
     try:
