@@ -46,10 +46,13 @@ class NewBacking:
 
     Args:
         on_progress: called with the bytes of reserved pages taken so far.
+        should_stop: once it returns True, no more are taken: the daemon ends without using the pool.
     """
 
-    def __init__(self, on_progress: Callable[[int], None] = lambda _: None) -> None:
-        self._on_progress = on_progress
+    def __init__(
+        self, on_progress: Callable[[int], None] = lambda _: None, should_stop: Callable[[], bool] = lambda: False
+    ) -> None:
+        self._allocating = on_progress, should_stop
 
     def limit(self, pool_bytes: int) -> MemoryLimit:
         return _RESERVED_LIMIT if fits_reserved(pool_bytes) else memory_limit()
@@ -60,7 +63,7 @@ class NewBacking:
     def make(self, geometry: TableGeometry, segments: Sequence[PoolSegment]) -> Memories:
         """Make new memory, all zeros; reserved huge pages of each segment near its NUMA node. Raises PoolTooLarge."""
         create, fits = partial(PoolMemory.create_private, geometry.pool_bytes), fits_reserved(geometry.pool_bytes)
-        return _make_new(geometry, segments, self._on_progress, create, fits=fits)
+        return _make_new(geometry, segments, self._allocating, create, fits=fits)
 
     def close(self) -> None:
         """Nothing of it is open."""
@@ -72,7 +75,7 @@ class MemfdBacking:
     Args:
         stored: descriptors of the earlier daemon's pool and table; this object closes them.
         on_discard: called if they are unusable, after they are closed and before new ones are made.
-        on_progress: see ``NewBacking``.
+        on_progress, should_stop: see ``NewBacking``.
     """
 
     def __init__(
@@ -80,8 +83,9 @@ class MemfdBacking:
         stored: tuple[int, int] | None = None,
         on_discard: Callable[[], None] | None = None,
         on_progress: Callable[[int], None] = lambda _: None,
+        should_stop: Callable[[], bool] = lambda: False,
     ) -> None:
-        self._stored, self._on_discard, self._on_progress = stored, on_discard, on_progress
+        self._stored, self._on_discard, self._allocating = stored, on_discard, (on_progress, should_stop)
 
     def limit(self, pool_bytes: int) -> MemoryLimit:
         """Return the memory available for a pool and its table, including what they hold already."""
@@ -118,7 +122,7 @@ class MemfdBacking:
             if self._on_discard is not None:
                 self._on_discard()
         create = partial(PoolMemory.create, size_bytes, POOL_NAME)
-        return _make_new(geometry, segments, self._on_progress, create, fits=fits)
+        return _make_new(geometry, segments, self._allocating, create, fits=fits)
 
     def _held(self) -> tuple[int, int]:
         """Return the bytes of an earlier daemon's memory, and those of its reserved huge pages, which are no other
@@ -138,15 +142,17 @@ class MemfdBacking:
 def _make_new(
     geometry: TableGeometry,
     segments: Sequence[PoolSegment],
-    on_progress: Callable[[int], None],
+    allocating: tuple[Callable[[int], None], Callable[[], bool]],
     create: Callable[[], PoolMemory],
     *,
     fits: bool,
 ) -> Memories:
-    """Make new memory for a pool and its table: reserved huge pages if it ``fits``, or what ``create`` makes. Raises
-    PoolTooLarge."""
+    """Make new memory for a pool and its table: reserved huge pages if it ``fits``, or what ``create`` makes.
+
+    ``allocating``: ``on_progress`` and ``should_stop`` of ``NewBacking``. Raises PoolTooLarge.
+    """
     pool, size_bytes = None, geometry.pool_bytes
-    if fits and (pool := PoolMemory.take_reserved(size_bytes, POOL_NAME, on_progress, segments)) is None:
+    if fits and (pool := PoolMemory.take_reserved(size_bytes, POOL_NAME, *allocating, segments)) is None:
         # A cgroup's limit refuses them, or somebody was first; and for all other memory there was no check.
         check_fits(size_bytes + geometry.size_bytes, memory_limit())
     if pool is None:
@@ -163,13 +169,19 @@ class FileBacking:
 
     Args:
         on_progress: called with the bytes allocated so far.
+        should_stop: once it returns True, no more are allocated, and a new file gets no name.
 
     Raises:
         KvoffdError: not on tmpfs or hugetlbfs, not a pool file, owned by another user, or in use by another daemon.
     """
 
-    def __init__(self, path: Path, on_progress: Callable[[int], None] = lambda _: None) -> None:
-        self._on_progress = on_progress
+    def __init__(
+        self,
+        path: Path,
+        on_progress: Callable[[int], None] = lambda _: None,
+        should_stop: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._on_progress, self._should_stop = on_progress, should_stop
         if path.is_dir():
             raise KvoffdError(f"The pool file {path} is a directory; name a file in it, such as {path}/kvoffd.pool.")
         self._path = path
@@ -241,8 +253,9 @@ class FileBacking:
         return self._map(geometry)
 
     def publish(self) -> None:
-        """Link a new file to its path; do nothing for an existing one. The table must have its header."""
-        if self._fd < 0 or os.fstat(self._fd).st_nlink:
+        """Link a new file to its path; do nothing for an existing one, or if not all of it may be allocated. The table
+        must have its header."""
+        if self._fd < 0 or os.fstat(self._fd).st_nlink or self._should_stop():
             return
         try:
             # Python passes AT_SYMLINK_FOLLOW, which is needed here, only if a directory descriptor is given.
@@ -289,7 +302,7 @@ class FileBacking:
 
     def _allocate(self, size_bytes: int, parts: Sequence[PoolSegment]) -> None:
         try:
-            for done_bytes in allocate_near(self._calls, self._fd, parts):
+            for done_bytes in allocate_near(self._calls, self._fd, parts, self._should_stop):
                 self._on_progress(done_bytes)
         except OSError as error:
             what, cure = "memory", "free some memory"

@@ -77,19 +77,25 @@ class PoolMemory:
 
     @classmethod
     def take_reserved(
-        cls, size_bytes: int, name: str, on_progress: Callable[[int], None], segments: Sequence[PoolSegment] = ()
+        cls,
+        size_bytes: int,
+        name: str,
+        on_progress: Callable[[int], None],
+        should_stop: Callable[[], bool],
+        segments: Sequence[PoolSegment],
     ) -> PoolMemory | None:
         """Make a memfd as ``create`` does, all of it in reserved huge pages and resident; None if the kernel refuses.
 
-        A cgroup may have a limit of them. ``on_progress``: called with the bytes allocated so far. ``segments``: see
-        ``touch``.
+        A cgroup may have a limit of them. ``on_progress``: called with the bytes allocated so far. ``should_stop``: see
+        ``allocate_near``. ``segments``: see ``touch``.
         """
         with ExitStack() as undo:
             try:
                 fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | os.MFD_HUGETLB)
                 undo.callback(os.close, fd)
                 os.ftruncate(fd, size_bytes)
-                for done_bytes in allocate_near(FileCalls(), fd, segments or [PoolSegment(0, size_bytes, NOWHERE)]):
+                parts = segments or [PoolSegment(0, size_bytes, NOWHERE)]
+                for done_bytes in allocate_near(FileCalls(), fd, parts, should_stop):
                     on_progress(done_bytes)
                 fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
                 made = cls(fd, map_shared(fd, size_bytes), reserved=True)
@@ -263,9 +269,12 @@ class PoolMemory:
             self.fd = -1
 
 
-def allocate_near(calls: FileCalls, fd: int, parts: Sequence[PoolSegment]) -> Iterator[int]:
+def allocate_near(
+    calls: FileCalls, fd: int, parts: Sequence[PoolSegment], should_stop: Callable[[], bool]
+) -> Iterator[int]:
     """Allocate parts of a file of memory in steps, each by a thread near its NUMA node, which places its pages there;
-    yield before each step how many bytes are allocated. Raises OSError."""
+    yield before each step how many bytes are allocated. End after a step once ``should_stop`` returns True. Raises
+    OSError."""
     done_bytes = 0
     for begin, end, near in parts:
         with ThreadPoolExecutor(1, "kvoffd-allocate", run_near, (near,)) as executor:
@@ -274,6 +283,8 @@ def allocate_near(calls: FileCalls, fd: int, parts: Sequence[PoolSegment]) -> It
                 length = min(ALLOCATE_STEP_BYTES, end - offset)
                 executor.submit(calls.allocate, fd, offset, length).result()
                 done_bytes += length
+                if should_stop():
+                    return
 
 
 def _populate(address: int, length: int) -> None:

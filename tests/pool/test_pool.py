@@ -347,6 +347,29 @@ def test_a_pool_file_is_allocated_near_the_nodes_of_its_parts(
         assert os.fstat(pool.memory_fds[0]).st_blocks * 512 == begin + 16 * MIB
 
 
+def test_a_daemon_that_is_to_stop_allocates_no_more(
+    pool_file: Path, reserved: Path, placed: dict[int, frozenset[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A large pool takes minutes. Its file has no path, so no later daemon finds a part of it."""
+    monkeypatch.setattr(memory_module, "ALLOCATE_STEP_BYTES", 4 * MIB)
+
+    def stops() -> bool:
+        return len(placed) >= 2
+
+    with (
+        closing(FileBacking(pool_file, should_stop=stops)) as backing,
+        closing(Pool(16 * MIB, backing=backing, nodes=NODES)) as pool,
+    ):
+        assert len(placed) == 2
+        backing.publish()
+        assert pool.removed
+        assert not pool_file.exists()
+    for backing_of in (NewBacking, MemfdBacking):
+        placed.clear()
+        with closing(Pool(16 * MIB, backing=backing_of(should_stop=stops), nodes=NODES)) as pool:
+            assert (pool.kind, len(placed)) == (MemoryKind.RESERVED, 2)
+
+
 def test_reserved_huge_pages_are_taken_near_the_nodes_of_the_pool(
     reserved: Path, placed: dict[int, frozenset[int]]
 ) -> None:
