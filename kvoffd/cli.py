@@ -102,7 +102,7 @@ def _check_machine(config: Config) -> None:
     """
     import socket
 
-    from kvoffd.system.limits import check_fits, memory_limit
+    from kvoffd.system.limits import check_fits, fits_reserved, memory_limit
     from kvoffd.system.listening import listen
     from kvoffd_proto.paths import SocketPaths
 
@@ -116,7 +116,8 @@ def _check_machine(config: Config) -> None:
     if config.http_address:
         for listener in listen(*parse_address(config.http_address)):
             listener.close()
-    if not os.path.exists(config.pool_file):
+    in_reserved = not config.pool_file and fits_reserved(config.pool_bytes)
+    if not (in_reserved or os.path.exists(config.pool_file)):
         check_fits(config.pool_bytes, memory_limit())
 
 

@@ -4,18 +4,19 @@ hugetlbfs; existing or new."""
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TypeAlias
 
 from kvoffd.errors import KvoffdError, PoolTooLarge, UnsafeSegment
-from kvoffd.pool.memory import ALLOCATE_STEP_BYTES, PoolMemory, fits_reserved
+from kvoffd.pool.allocator import PoolSegment
+from kvoffd.pool.memory import PoolMemory, allocate_near
 from kvoffd.pool.slot_table import BadTable, TableGeometry, check_table, is_table
 from kvoffd.system.files import (
     FileCalls,
     FileInUse,
     OnError,
-    allocate_in_steps,
     claim_file,
     foreign_owner,
     held_bytes,
@@ -23,8 +24,9 @@ from kvoffd.system.files import (
     open_directory,
     try_lock,
 )
-from kvoffd.system.limits import MemoryLimit, check_fits, free_huge_pages, memory_limit
+from kvoffd.system.limits import MemoryLimit, check_fits, fits_reserved, free_huge_pages, memory_limit
 from kvoffd.system.mappings import HUGETLBFS_MAGIC, TMPFS_MAGIC, filesystem_magic
+from kvoffd.system.numa import NOWHERE
 from kvoffd_proto.units import format_size
 
 # The pool's offset in the file is a multiple of this and of the file system's page size, so tmpfs can use huge pages.
@@ -32,6 +34,8 @@ _ALIGNMENT = 2 << 20
 POOL_NAME, TABLE_NAME = "kvoffd-pool", "kvoffd-slot-table"
 """Names of memfds, in /proc/self/maps and in systemd's fd store."""
 NO_LIMIT = 2**63 - 1
+_RESERVED_LIMIT = MemoryLimit(NO_LIMIT, "reserved huge pages")
+"""Limit of a pool all of which fits into reserved huge pages: no other memory matters."""
 
 Memories: TypeAlias = tuple[PoolMemory, PoolMemory]
 """Memory of a pool, and of its slot table."""
@@ -42,19 +46,24 @@ class NewBacking:
 
     Args:
         on_progress: called with the bytes of reserved pages taken so far.
+        should_stop: once it returns True, no more are taken: the daemon ends without using the pool.
     """
 
-    def __init__(self, on_progress: Callable[[int], None] = lambda _: None) -> None:
-        self._on_progress = on_progress
+    def __init__(
+        self, on_progress: Callable[[int], None] = lambda _: None, should_stop: Callable[[], bool] = lambda: False
+    ) -> None:
+        self._allocating = on_progress, should_stop
 
     def limit(self, pool_bytes: int) -> MemoryLimit:
-        return _limit_of_new(pool_bytes)
+        return _RESERVED_LIMIT if fits_reserved(pool_bytes) else memory_limit()
 
     def find(self, geometry: TableGeometry) -> None:
         """There never is an earlier daemon's."""
 
-    def make(self, geometry: TableGeometry) -> Memories:
-        return _make_new(geometry, lambda: PoolMemory.create_private(geometry.pool_bytes), self._on_progress)
+    def make(self, geometry: TableGeometry, segments: Sequence[PoolSegment]) -> Memories:
+        """Make new memory, all zeros; reserved huge pages of each segment near its NUMA node. Raises PoolTooLarge."""
+        create, fits = partial(PoolMemory.create_private, geometry.pool_bytes), fits_reserved(geometry.pool_bytes)
+        return _make_new(geometry, segments, self._allocating, create, fits=fits)
 
     def close(self) -> None:
         """Nothing of it is open."""
@@ -66,7 +75,7 @@ class MemfdBacking:
     Args:
         stored: descriptors of the earlier daemon's pool and table; this object closes them.
         on_discard: called if they are unusable, after they are closed and before new ones are made.
-        on_progress: see ``NewBacking``.
+        on_progress, should_stop: see ``NewBacking``.
     """
 
     def __init__(
@@ -74,14 +83,17 @@ class MemfdBacking:
         stored: tuple[int, int] | None = None,
         on_discard: Callable[[], None] | None = None,
         on_progress: Callable[[int], None] = lambda _: None,
+        should_stop: Callable[[], bool] = lambda: False,
     ) -> None:
-        self._stored, self._on_discard, self._on_progress = stored, on_discard, on_progress
+        self._stored, self._on_discard, self._allocating = stored, on_discard, (on_progress, should_stop)
 
     def limit(self, pool_bytes: int) -> MemoryLimit:
         """Return the memory available for a pool and its table, including what they hold already."""
-        held = sum(held_bytes(os.fstat(fd)) for fd in self._stored or ())
-        limit = _limit_of_new(pool_bytes)
-        return MemoryLimit(min(NO_LIMIT, limit.bytes + held), limit.source)
+        held, held_reserved = self._held()
+        if fits_reserved(pool_bytes, held_reserved):
+            return _RESERVED_LIMIT
+        limit = memory_limit()
+        return MemoryLimit(limit.bytes + held, limit.source)
 
     def find(self, geometry: TableGeometry) -> Memories | None:
         """Map the memory of an earlier daemon; None if there is none. Raises BadTable if it has another geometry."""
@@ -98,16 +110,27 @@ class MemfdBacking:
         except UnsafeSegment as error:
             raise BadTable(f"The stored memory is not a pool of kvoffd: {error.message}") from error
 
-    def make(self, geometry: TableGeometry) -> Memories:
-        """Make new memory, all zeros, after freeing an earlier daemon's. Raises PoolTooLarge."""
+    def make(self, geometry: TableGeometry, segments: Sequence[PoolSegment]) -> Memories:
+        """Make new memory, as ``NewBacking`` does, after freeing an earlier daemon's. Raises PoolTooLarge."""
+        size_bytes = geometry.pool_bytes
+        held, held_reserved = self._held()
+        fits = fits_reserved(size_bytes, held_reserved)
         if self._stored is not None:
-            if not fits_reserved(geometry.pool_bytes):
-                held = sum(held_bytes(os.fstat(fd)) for fd in self._stored)
-                check_fits(geometry.pool_bytes + geometry.size_bytes, memory_limit(freed_bytes=held))
+            if not fits:
+                check_fits(size_bytes + geometry.size_bytes, memory_limit(freed_bytes=held))
             self.close()
             if self._on_discard is not None:
                 self._on_discard()
-        return _make_new(geometry, lambda: PoolMemory.create(geometry.pool_bytes, POOL_NAME), self._on_progress)
+        create = partial(PoolMemory.create, size_bytes, POOL_NAME)
+        return _make_new(geometry, segments, self._allocating, create, fits=fits)
+
+    def _held(self) -> tuple[int, int]:
+        """Return the bytes of an earlier daemon's memory, and those of its reserved huge pages, which are no other
+        memory once they are free."""
+        held = {False: 0, True: 0}
+        for fd in self._stored or ():
+            held[filesystem_magic(fd) == HUGETLBFS_MAGIC] += held_bytes(os.fstat(fd))
+        return held[False], held[True]
 
     def close(self) -> None:
         """Close the descriptors of the earlier daemon. Mappings stay."""
@@ -116,21 +139,22 @@ class MemfdBacking:
         self._stored = None
 
 
-def _limit_of_new(pool_bytes: int) -> MemoryLimit:
-    """Return the memory available for a new pool, if not only its reserved huge pages matter."""
-    if fits_reserved(pool_bytes):
-        return MemoryLimit(NO_LIMIT, "reserved huge pages")
-    return memory_limit()
-
-
 def _make_new(
-    geometry: TableGeometry, create: Callable[[], PoolMemory], on_progress: Callable[[int], None]
+    geometry: TableGeometry,
+    segments: Sequence[PoolSegment],
+    allocating: tuple[Callable[[int], None], Callable[[], bool]],
+    create: Callable[[], PoolMemory],
+    *,
+    fits: bool,
 ) -> Memories:
-    """Make new memory for a pool and its table: reserved huge pages, or what ``create`` makes. Raises PoolTooLarge."""
-    pool, fits = None, fits_reserved(geometry.pool_bytes)
-    if fits and (pool := PoolMemory.take_reserved(geometry.pool_bytes, POOL_NAME, on_progress)) is None:
-        # A cgroup's limit refuses them, and for all other memory there was no check.
-        check_fits(geometry.pool_bytes + geometry.size_bytes, memory_limit())
+    """Make new memory for a pool and its table: reserved huge pages if it ``fits``, or what ``create`` makes.
+
+    ``allocating``: ``on_progress`` and ``should_stop`` of ``NewBacking``. Raises PoolTooLarge.
+    """
+    pool, size_bytes = None, geometry.pool_bytes
+    if fits and (pool := PoolMemory.take_reserved(size_bytes, POOL_NAME, *allocating, segments)) is None:
+        # A cgroup's limit refuses them, or somebody was first; and for all other memory there was no check.
+        check_fits(size_bytes + geometry.size_bytes, memory_limit())
     if pool is None:
         pool = create()
     with OnError(pool.close):
@@ -145,13 +169,19 @@ class FileBacking:
 
     Args:
         on_progress: called with the bytes allocated so far.
+        should_stop: once it returns True, no more are allocated, and a new file gets no name.
 
     Raises:
         KvoffdError: not on tmpfs or hugetlbfs, not a pool file, owned by another user, or in use by another daemon.
     """
 
-    def __init__(self, path: Path, on_progress: Callable[[int], None] = lambda _: None) -> None:
-        self._on_progress = on_progress
+    def __init__(
+        self,
+        path: Path,
+        on_progress: Callable[[int], None] = lambda _: None,
+        should_stop: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._on_progress, self._should_stop = on_progress, should_stop
         if path.is_dir():
             raise KvoffdError(f"The pool file {path} is a directory; name a file in it, such as {path}/kvoffd.pool.")
         self._path = path
@@ -195,11 +225,11 @@ class FileBacking:
         if status.st_size != wanted:
             raise BadTable(f"The pool file has {status.st_size} bytes and should have {wanted}.")
         if held_bytes(status) < wanted:
-            self._allocate(wanted)  # somebody punched holes into it
+            self._allocate(wanted, [PoolSegment(0, wanted, NOWHERE)])  # somebody punched holes into it
         return self._map(geometry)
 
-    def make(self, geometry: TableGeometry) -> Memories:
-        size = sum(self._parts(geometry))
+    def make(self, geometry: TableGeometry, segments: Sequence[PoolSegment]) -> Memories:
+        begin, size = self._parts(geometry)[0], sum(self._parts(geometry))
         try:
             if self._fd >= 0:
                 if not self._huge:
@@ -217,12 +247,15 @@ class FileBacking:
             ) from error
         locked = try_lock(self._fd)
         assert locked, "nobody else can know a file without a name"
-        self._allocate(size)
+        parts = [PoolSegment(begin + one.begin, begin + one.end, one.locality) for one in segments]
+        placed = parts[-1].end if parts else begin
+        self._allocate(size, [PoolSegment(0, begin, NOWHERE), *parts, PoolSegment(placed, size, NOWHERE)])
         return self._map(geometry)
 
     def publish(self) -> None:
-        """Link a new file to its path; do nothing for an existing one. The table must have its header."""
-        if self._fd < 0 or os.fstat(self._fd).st_nlink:
+        """Link a new file to its path; do nothing for an existing one, or if not all of it may be allocated. The table
+        must have its header."""
+        if self._fd < 0 or os.fstat(self._fd).st_nlink or self._should_stop():
             return
         try:
             # Python passes AT_SYMLINK_FOLLOW, which is needed here, only if a directory descriptor is given.
@@ -267,9 +300,9 @@ class FileBacking:
         step = max(_ALIGNMENT, self._page_bytes)
         return -(-geometry.size_bytes // step) * step, -(-geometry.pool_bytes // step) * step
 
-    def _allocate(self, size_bytes: int) -> None:
+    def _allocate(self, size_bytes: int, parts: Sequence[PoolSegment]) -> None:
         try:
-            for done_bytes in allocate_in_steps(self._calls, self._fd, size_bytes, ALLOCATE_STEP_BYTES):
+            for done_bytes in allocate_near(self._calls, self._fd, parts, self._should_stop):
                 self._on_progress(done_bytes)
         except OSError as error:
             what, cure = "memory", "free some memory"

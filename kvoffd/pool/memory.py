@@ -17,8 +17,8 @@ import numpy as np
 
 from kvoffd.errors import PoolTooLarge, UnsafeSegment
 from kvoffd.pool.allocator import PoolSegment
-from kvoffd.system.files import FileCalls, OnError, allocate_in_steps
-from kvoffd.system.limits import default_huge_page_bytes, free_huge_pages
+from kvoffd.system.files import FileCalls, OnError
+from kvoffd.system.limits import memory_limit
 from kvoffd.system.mappings import (
     HUGETLBFS_MAGIC,
     MADV_POPULATE_WRITE,
@@ -44,10 +44,8 @@ SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 """Seals of a memfd whose size nobody can change."""
 SAMPLE_BYTES, SAMPLE_PIECES = 32 << 20, 8
 """Memory that ``slowdown`` reads, and the number of places over which it lies."""
-RESERVED_FROM_BYTES = 1 << 30
-"""Smallest memory that takes reserved huge pages: a small pool gains nothing, and they may be meant for others."""
-HUGE_SHARE = 0.9
-"""Share of the memory that is in huge pages, from which ``slowdown`` measures nothing."""
+SPARE_SAMPLES = 8
+"""Samples for which memory must be available before ``slowdown`` takes two of it."""
 
 
 class PoolMemory:
@@ -78,17 +76,26 @@ class PoolMemory:
             ) from error
 
     @classmethod
-    def take_reserved(cls, size_bytes: int, name: str, on_progress: Callable[[int], None]) -> PoolMemory | None:
+    def take_reserved(
+        cls,
+        size_bytes: int,
+        name: str,
+        on_progress: Callable[[int], None],
+        should_stop: Callable[[], bool],
+        segments: Sequence[PoolSegment],
+    ) -> PoolMemory | None:
         """Make a memfd as ``create`` does, all of it in reserved huge pages and resident; None if the kernel refuses.
 
-        A cgroup may have a limit of them. ``on_progress``: called with the bytes allocated so far.
+        A cgroup may have a limit of them. ``on_progress``: called with the bytes allocated so far. ``should_stop``: see
+        ``allocate_near``. ``segments``: see ``touch``.
         """
         with ExitStack() as undo:
             try:
                 fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | os.MFD_HUGETLB)
                 undo.callback(os.close, fd)
                 os.ftruncate(fd, size_bytes)
-                for done_bytes in allocate_in_steps(FileCalls(), fd, size_bytes, ALLOCATE_STEP_BYTES):
+                parts = segments or [PoolSegment(0, size_bytes, NOWHERE)]
+                for done_bytes in allocate_near(FileCalls(), fd, parts, should_stop):
                     on_progress(done_bytes)
                 fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
                 made = cls(fd, map_shared(fd, size_bytes), reserved=True)
@@ -129,7 +136,7 @@ class PoolMemory:
         """
         segment = map_memfd(fd, size_bytes, may_be_huge=True)
         with OnError(segment.close):
-            return cls(os.dup(fd), segment, reserved=filesystem_magic(fd) == HUGETLBFS_MAGIC)
+            return cls._of(os.dup(fd), segment)
 
     @classmethod
     def of_file(cls, fd: int, size_bytes: int, offset: int) -> PoolMemory:
@@ -140,12 +147,17 @@ class PoolMemory:
         """
         copy = os.dup(fd)
         try:
-            return cls(copy, map_shared(copy, size_bytes, offset))
+            segment = map_shared(copy, size_bytes, offset)
         except OSError as error:
             os.close(copy)
             raise PoolTooLarge(
                 f"The kernel refuses to map {size_bytes} bytes of the pool file ({error}); choose a smaller pool."
             ) from error
+        return cls._of(copy, segment)
+
+    @classmethod
+    def _of(cls, fd: int, segment: HostMapping) -> PoolMemory:
+        return cls(fd, segment, reserved=filesystem_magic(fd) == HUGETLBFS_MAGIC)
 
     @property
     def buffer(self) -> memoryview:
@@ -219,14 +231,17 @@ class PoolMemory:
     def slowdown(self) -> float:
         """Measure how many times as long reading this resident memory takes as reading memory in huge pages.
 
-        0.0 if (nearly) all of it is in huge pages, or if the kernel has none to compare with. Takes up to a few tenths
-        of a second.
+        0.0 if the kernel has no huge pages, or too little memory, to compare with. Takes up to tenths of a second.
         """
         sample_bytes = min(SAMPLE_BYTES, self.size_bytes)
-        if huge_page_bytes(self.segment) >= HUGE_SHARE * self.size_bytes:
+        if memory_limit().bytes < SPARE_SAMPLES * sample_bytes:  # the kernel would kill the daemon for the last of it
             return 0.0
-        with closing(PoolMemory.create_private(2 * sample_bytes)) as other:
-            other.touch(1)
+        with ExitStack() as closed:
+            try:
+                other = closed.enter_context(closing(PoolMemory.create_private(2 * sample_bytes)))
+                other.touch(1)
+            except PoolTooLarge:
+                return 0.0
             if huge_page_bytes(other.segment) < 2 * sample_bytes:
                 return 0.0
             piece_bytes, into = sample_bytes // SAMPLE_PIECES, other.segment.address + sample_bytes
@@ -254,12 +269,22 @@ class PoolMemory:
             self.fd = -1
 
 
-def fits_reserved(size_bytes: int) -> bool:
-    """Return whether the machine has reserved huge pages for this memory, which nobody uses."""
-    if size_bytes < RESERVED_FROM_BYTES:
-        return False
-    page_bytes = default_huge_page_bytes()
-    return bool(page_bytes) and not size_bytes % page_bytes and free_huge_pages(page_bytes) * page_bytes >= size_bytes
+def allocate_near(
+    calls: FileCalls, fd: int, parts: Sequence[PoolSegment], should_stop: Callable[[], bool]
+) -> Iterator[int]:
+    """Allocate parts of a file of memory in steps, each by a thread near its NUMA node, which places its pages there;
+    yield before each step how many bytes are allocated. End after a step once ``should_stop`` returns True. Raises
+    OSError."""
+    done_bytes = 0
+    for begin, end, near in parts:
+        with ThreadPoolExecutor(1, "kvoffd-allocate", run_near, (near,)) as executor:
+            for offset in range(begin, end, ALLOCATE_STEP_BYTES):
+                yield done_bytes
+                length = min(ALLOCATE_STEP_BYTES, end - offset)
+                executor.submit(calls.allocate, fd, offset, length).result()
+                done_bytes += length
+                if should_stop():
+                    return
 
 
 def _populate(address: int, length: int) -> None:

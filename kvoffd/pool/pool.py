@@ -16,6 +16,9 @@ from kvoffd.system.limits import MemoryLimit, check_fits
 from kvoffd.system.mappings import huge_page_bytes
 from kvoffd.system.numa import Locality
 
+HUGE_SHARE = 0.9
+"""Share of a pool that is in huge pages, from which ``measure_pages`` does not measure what the others cost."""
+
 
 class MemoryKind(StrEnum):
     """Kinds of a pool's memory."""
@@ -84,7 +87,7 @@ class Pool:
             found, self.cold_reason = None, error.message
         self.recovered = found is not None
         """Whether an earlier daemon's pool was reused, even an empty one."""
-        self._memory, self._table_memory = found or backing.make(geometry)
+        self._memory, self._table_memory = found or backing.make(geometry, self.slots.segments)
         self.mapping = self._memory.segment
         """All bytes of the pool, mapped until ``close``."""
         self.keeper = ""
@@ -148,7 +151,9 @@ class Pool:
     def measure_pages(self) -> None:
         """Set ``pages``, of a pool whose pages are mapped. Takes up to a few tenths of a second: see
         PoolMemory.slowdown."""
-        self.pages = PoolPages(huge_page_bytes(self.mapping), self._memory.slowdown())
+        huge_bytes = huge_page_bytes(self.mapping)
+        are_huge = huge_bytes >= HUGE_SHARE * self.mapping.size_bytes
+        self.pages = PoolPages(huge_bytes, 0.0 if are_huge else self._memory.slowdown())
 
     def digests(self, places: Sequence[tuple[int, int]]) -> list[int]:
         """Compute the checksums of byte ranges (offset, length): never 0. For any thread, until ``close``."""

@@ -84,9 +84,9 @@ def open_pool(
         KvoffdError: ``pool_file`` is unusable.
     """
     if config.pool_file:
-        pool = _open_pool_file(config, notifier, stored, progress)
+        pool = _open_pool_file(config, notifier, stored, progress, stopped)
     else:
-        pool = _open_memory(config, notifier, stored, progress)
+        pool = _open_memory(config, notifier, stored, progress, stopped)
         if was_killed and not stored:
             logger.warning("The pool starts empty. The earlier daemon was killed, and its memory ended with it.")
     if pool.cold_reason:
@@ -200,10 +200,14 @@ def _log_losses(found: RecoveredBlocks) -> None:
 
 
 def _open_pool_file(
-    config: Config, notifier: Notifier, stored: Mapping[str, list[int]], progress: StartProgress
+    config: Config,
+    notifier: Notifier,
+    stored: Mapping[str, list[int]],
+    progress: StartProgress,
+    stopped: Callable[[], bool],
 ) -> Pool:
     _discard_stored(notifier, stored)
-    with closing(FileBacking(Path(config.pool_file), progress)) as backing:
+    with closing(FileBacking(Path(config.pool_file), progress, stopped)) as backing:
         pool = _make_pool(config, backing)
         with OnError(pool.close):
             backing.publish()
@@ -211,15 +215,27 @@ def _open_pool_file(
     return pool
 
 
-def _open_memory(config: Config, notifier: Notifier, stored: Mapping[str, list[int]], progress: StartProgress) -> Pool:
+def _open_memory(
+    config: Config,
+    notifier: Notifier,
+    stored: Mapping[str, list[int]],
+    progress: StartProgress,
+    stopped: Callable[[], bool],
+) -> Pool:
     if not stored and notifier.keeps_fds is False and not (config.peers or config.peer_listen):
         # Nobody keeps it, and no helper process reads it.
-        with closing(NewBacking(progress)) as backing:
+        with closing(NewBacking(progress, stopped)) as backing:
             return _make_pool(config, backing)
-    return _open_memfds(config, notifier, stored, progress)
+    return _open_memfds(config, notifier, stored, progress, stopped)
 
 
-def _open_memfds(config: Config, notifier: Notifier, stored: Mapping[str, list[int]], progress: StartProgress) -> Pool:
+def _open_memfds(
+    config: Config,
+    notifier: Notifier,
+    stored: Mapping[str, list[int]],
+    progress: StartProgress,
+    stopped: Callable[[], bool],
+) -> Pool:
     pools, tables = stored.get(POOL_NAME, []), stored.get(TABLE_NAME, [])
     stored_pair = (pools[0], tables[0]) if len(pools) == len(tables) == 1 else None
     if stored_pair is None and stored:
@@ -227,9 +243,9 @@ def _open_memfds(config: Config, notifier: Notifier, stored: Mapping[str, list[i
         logger.warning("The pool starts empty. systemd kept other descriptors than one pool and one table: %s.", kept)
         _discard_stored(notifier, stored)
     discard = partial(_remove_from_systemd, notifier, stored)
-    with closing(MemfdBacking(stored_pair, discard, progress)) as backing:
+    with closing(MemfdBacking(stored_pair, discard, progress, stopped)) as backing:
         pool = _make_pool(config, backing)
-    if not pool.recovered:
+    if not (pool.recovered or stopped()):  # then not all of it may be allocated
         for name, fd in zip((POOL_NAME, TABLE_NAME), pool.memory_fds, strict=True):
             notifier.store_fd(name, fd)
     if pool.recovered or notifier.keeps_fds:

@@ -27,6 +27,8 @@ _NO_LIMIT = 2**62
 _VERSION_1 = "total_", "memory.usage_in_bytes", "memory.limit_in_bytes"
 # Above memory.high the kernel throttles a process to a standstill, so it counts as a limit.
 _VERSION_2 = "", "memory.current", "memory.max", "memory.high"
+RESERVED_FROM_BYTES = 1 << 30
+"""Smallest memory that takes reserved huge pages: a small pool gains nothing, and they may be meant for others."""
 START_BYTES = 24 << 20
 """Memory that the daemon takes from the end of its command line until it serves, without a pool (measured: 21 MiB)."""
 
@@ -74,6 +76,17 @@ def free_huge_pages(page_bytes: int) -> int:
     """Return how many reserved huge pages of a size nobody has, or has a claim to."""
     pages = Path(f"/sys/kernel/mm/hugepages/hugepages-{page_bytes >> 10}kB")
     return (_number(pages / "free_hugepages") or 0) - (_number(pages / "resv_hugepages") or 0)
+
+
+def fits_reserved(size_bytes: int, freed_bytes: int = 0) -> bool:
+    """Return whether the machine has reserved huge pages for this memory, which nobody uses once ``freed_bytes`` of
+    them are free again."""
+    if size_bytes < RESERVED_FROM_BYTES:
+        return False
+    page_bytes = default_huge_page_bytes()
+    if not page_bytes or size_bytes % page_bytes:
+        return False
+    return free_huge_pages(page_bytes) * page_bytes + freed_bytes >= size_bytes
 
 
 def check_fits(wanted_bytes: int, limit: MemoryLimit) -> None:

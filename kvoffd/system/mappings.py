@@ -71,8 +71,13 @@ class HostMapping:
         address = self.address
         del self.address
         for offset in range(0, self.size_bytes, UNMAP_BYTES):
-            if _munmap(address + offset, min(UNMAP_BYTES, self.size_bytes - offset)) != 0:
-                raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+            left = self.size_bytes - offset
+            if _munmap(address + offset, min(UNMAP_BYTES, left)) == 0:
+                continue
+            # Of a huge page of 1 GiB no part can be unmapped.
+            if ctypes.get_errno() == errno.EINVAL and _munmap(address + offset, left) == 0:
+                return
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
 def close_segments(segments: Sequence[HostMapping], on_closed: Callable[[], None]) -> None:

@@ -238,6 +238,11 @@ class _Evicted(NamedTuple):
     reasons: Sequence[str]
 
 
+def accepts_writes(tier: Tier) -> bool:
+    """Return whether a tier is available, and does not refuse writes."""
+    return tier.available() and not tier.refuses_writes()
+
+
 class Writer:
     """Writes blocks to some tiers, all disks or one store, ahead of their eviction, so that no eviction waits.
 
@@ -306,7 +311,7 @@ class Writer:
     def works(self) -> bool:
         """Whether blocks that wait are written soon: a tier is available, and does not refuse writes, and the day's
         bytes are not spent."""
-        return not self._is_spent and any(tier.available() and not tier.refuses_writes() for tier in self._tiers)
+        return not self._is_spent and any(map(accepts_writes, self._tiers))
 
     @property
     def waiting_blocks(self) -> int:
@@ -468,7 +473,9 @@ class Writer:
             if not self.works:
                 self._most_under_way = -1  # none is tried before the next tick
                 return False
-            return None
+            # A disk may have no slot now, as while it frees a region of blocks of another size.
+            group, key = write.copy.group, write.copy.key
+            return False if any(accepts_writes(tier) and tier.takes(group, key) for tier in targets) else None
         self.under_way[write.number] = write
         self.under_way_bytes += nbytes
         self._trickle_left -= nbytes if busy else 0

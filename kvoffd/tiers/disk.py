@@ -218,7 +218,7 @@ class DiskTier(Tier):
         group, key, now = block.group, block.key, self._clock()
         if not self.wants(group, [key])[0]:
             return False
-        known = self._map.known(group) or KnownGroup(group, self._map.last_number + 1)
+        known = self._known(group)
         most = 1 if self.refuses_writes() else self._options.most_writes
         takes = self.available() and len(self._writing) < most and now >= self._write_at
         if not takes or not self._fits(known, key) or (slot := self._take(known.slot_bytes)) is None:
@@ -230,6 +230,13 @@ class DiskTier(Tier):
         job.block = block
         self._writes.put(job)
         return True
+
+    def takes(self, group: BlockGroup, key: bytes) -> bool:
+        return self._fits(self._known(group), key)
+
+    def _known(self, group: BlockGroup) -> KnownGroup:
+        """Return a group as it is, or will be, known."""
+        return self._map.known(group) or KnownGroup(group, self._map.last_number + 1)
 
     def _add_group(self, known: KnownGroup) -> None:
         """Add a group that has no block yet. It replaces one of another geometry, whose blocks are removed."""

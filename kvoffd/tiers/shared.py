@@ -226,10 +226,7 @@ class SharedTier(Tier):
         most = 1 if self.refuses_writes() else MAX_WRITES
         if not (self.available() and self.health.accepts_writes) or len(self._writes) >= most:
             return False
-        # Blocks of a namespace that was reset on all nodes belong to the earlier generation until they are dropped.
-        if group.fingerprint in self.generations.voided:
-            return False
-        if not all(self.wants(group, [key])):
+        if not self.takes(group, key) or not all(self.wants(group, [key])):
             return False
         stored = block._replace(group=self._stored(group))
         self._writes[group.tag, key] = write = ObjectWrite(group, stored, self._views(group, offsets), on_end)
@@ -260,6 +257,10 @@ class SharedTier(Tier):
 
     def available(self) -> bool:
         return not self.breaker.open and not self.closed
+
+    def takes(self, group: BlockGroup, key: bytes) -> bool:
+        # Blocks of a namespace that was reset on all nodes belong to the earlier generation until they are dropped.
+        return group.fingerprint not in self.generations.voided
 
     def refuses_writes(self) -> bool:
         return bool(self.health.refusal)

@@ -190,6 +190,10 @@ class Tier(ABC):
         block now and then, to try it again."""
         return False
 
+    def takes(self, group: BlockGroup, key: bytes) -> bool:
+        """Return whether ``write`` accepts a block like this at some time: it is not too large for the tier."""
+        return True
+
     def is_down(self) -> bool:
         """Return whether it fails: keys that it does not report may be there all the same."""
         return not self.available()

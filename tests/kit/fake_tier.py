@@ -80,11 +80,14 @@ class FakeTier(Tier):
         self.most_bytes = 2**40
         """Larger blocks are not written."""
         self.written_blocks = self.evicted_blocks = 0
-        self._most_blocks, self._most_jobs, self._asks = most_blocks, most_jobs, asks
+        self._most_blocks, self.most_jobs, self._asks = most_blocks, most_jobs, asks
         self._news: deque[Callable[[], None]] = deque()
 
     def available(self) -> bool:
         return not self.hangs
+
+    def takes(self, group: BlockGroup, key: bytes) -> bool:
+        return group.nbytes <= self.most_bytes
 
     def refuses_writes(self) -> bool:
         return self.refuses
@@ -127,7 +130,7 @@ class FakeTier(Tier):
         on_end: ReadEnd,
         is_awaited: Callable[[], bool] = lambda: True,
     ) -> bool:
-        if self._find(group, key) != PRESENT or sum(job.block is None for job in self.jobs) >= self._most_jobs:
+        if self._find(group, key) != PRESENT or sum(job.block is None for job in self.jobs) >= self.most_jobs:
             return False
         self.jobs[Job(group, key, offsets, on_end, is_awaited=is_awaited)] = None
         return True
@@ -135,9 +138,9 @@ class FakeTier(Tier):
     def write(self, block: Block, offsets: Sequence[int], on_end: Callable[[Result], None]) -> bool:
         (wanted,) = self.wants(block.group, [block.key])
         writes = sum(job.block is not None for job in self.jobs)
-        if not wanted or self.hangs or self.refuses or block.group.nbytes > self.most_bytes:
+        if not wanted or self.hangs or self.refuses or not self.takes(block.group, block.key):
             return False
-        if writes >= self._most_jobs:
+        if writes >= self.most_jobs:
             return False
         self.jobs[Job(block.group, block.key, offsets, on_end, block=block)] = None
         return True

@@ -18,12 +18,15 @@ import xxhash
 from kvoffd.errors import PoolTooLarge
 from kvoffd.pool import backing as backing_module
 from kvoffd.pool import memory as memory_module
+from kvoffd.pool import pool as pool_module
 from kvoffd.pool.allocator import PoolSegment, cut_pool
 from kvoffd.pool.backing import FileBacking, MemfdBacking, NewBacking
 from kvoffd.pool.pool import MemoryKind, Pool
 from kvoffd.pool.slot_table import CRC, FREE_RECORD, HEADER, READY_RECORD, RECORD, RECORD_BYTES, TableGeometry
+from kvoffd.system import limits
 from kvoffd.system.files import FileCalls
 from kvoffd.system.limits import MemoryLimit, default_huge_page_bytes, free_huge_pages
+from kvoffd.system.mappings import HUGETLBFS_MAGIC, HostMapping
 from kvoffd.system.numa import Locality
 
 MIB = 1 << 20
@@ -100,7 +103,7 @@ def test_memory_that_nobody_else_needs_is_private() -> None:
 @pytest.fixture
 def reserved(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """24 MiB of reserved huge pages that nobody has, and a daemon whose pool counts as large."""
-    monkeypatch.setattr(memory_module, "RESERVED_FROM_BYTES", 0)
+    monkeypatch.setattr(limits, "RESERVED_FROM_BYTES", 0)
     pages = Path("/proc/sys/vm/nr_hugepages")
     before = pages.read_text()
     try:
@@ -154,15 +157,67 @@ def test_a_limit_of_reserved_huge_pages_leaves_other_memory(reserved: Path, monk
         Pool(16 * MIB)
 
 
+def test_a_pool_file_on_a_hugetlbfs_is_in_reserved_huge_pages(pool_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory_module, "filesystem_magic", lambda _: HUGETLBFS_MAGIC)
+    with closing(FileBacking(pool_file)) as backing, closing(Pool(4 * MIB, backing=backing)) as pool:
+        assert pool.kind is MemoryKind.RESERVED
+
+
+def test_reserved_pages_of_an_earlier_daemon_are_free_for_reserved_pages_alone(
+    reserved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pool that is resized is refused where they do not help, and takes them where they do."""
+
+    def other_memory(size_bytes: int) -> None:
+        def limit(freed_bytes: int = 0) -> MemoryLimit:
+            return MemoryLimit(size_bytes + freed_bytes, "other memory")
+
+        monkeypatch.setattr(backing_module, "memory_limit", limit)
+
+    with closing(Pool(16 * MIB, backing=MemfdBacking())) as first:
+        fds, again = kept(first), kept(first)
+    other_memory(36 * MIB)
+    with pytest.raises(PoolTooLarge, match="other memory"):
+        successor(fds, 48 * MIB)
+    other_memory(1 * MIB)
+    with closing(successor(again, 24 * MIB)) as second:
+        assert (second.kind, second.recovered) == (MemoryKind.RESERVED, False)
+
+
 def test_small_pages_are_measured_beside_huge_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of its own memory and of the other once in a turn; nothing where the kernel has none to compare with."""
     with closing(Pool(64 * MIB, backing=MemfdBacking())) as pool:
         pool.touch(1, lambda _: None)
-        have = {pool.mapping.address: 0}
-        monkeypatch.setattr(memory_module, "huge_page_bytes", lambda one: have.get(one.address, one.size_bytes))
+        walks: list[int] = []
+
+        def huge(mapping: HostMapping) -> int:
+            walks.append(mapping.address)
+            return 0 if mapping is pool.mapping else mapping.size_bytes
+
+        for module in (memory_module, pool_module):
+            monkeypatch.setattr(module, "huge_page_bytes", huge)
         pool.measure_pages()
         assert pool.pages.slowdown > 0
+        assert walks.count(pool.mapping.address) == 1, "of a large pool it takes seconds, while nothing can be mapped"
         monkeypatch.setattr(memory_module, "huge_page_bytes", lambda one: 0)
+        pool.measure_pages()
+        assert pool.pages.slowdown == 0
+
+
+def test_a_measurement_for_which_there_is_no_memory_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would refuse the start, or have the kernel kill a daemon whose pool nearly fills its cgroup."""
+
+    def refuse(size_bytes: int) -> None:
+        raise PoolTooLarge("no memory")
+
+    monkeypatch.setattr(memory_module, "huge_page_bytes", lambda _: 0)
+    with closing(Pool(64 * MIB, backing=MemfdBacking())) as pool:
+        pool.touch(1, lambda _: None)
+        monkeypatch.setattr(memory_module.PoolMemory, "create_private", refuse)
+        pool.measure_pages()
+        assert pool.pages.slowdown == 0
+        monkeypatch.setattr(memory_module, "memory_limit", lambda: MemoryLimit(100 * MIB, "a cgroup"), raising=False)
+        monkeypatch.setattr(memory_module.PoolMemory, "create_private", lambda _: pytest.fail("it took the rest"))
         pool.measure_pages()
         assert pool.pages.slowdown == 0
 
@@ -222,6 +277,8 @@ def test_checksums_are_those_of_the_library(pool: Pool) -> None:
 
 # --- NUMA nodes ----------------------------------------------------------------------------------
 
+NODES = [Locality(0, frozenset({0})), Locality(1, frozenset({1}))]
+
 
 def test_segments_cover_the_pool_in_whole_regions() -> None:
     nodes = [Locality(number, frozenset()) for number in (0, 1, 3)]
@@ -235,7 +292,6 @@ def test_segments_cover_the_pool_in_whole_regions() -> None:
 
 
 def test_each_segment_is_touched_by_threads_near_its_node(monkeypatch: pytest.MonkeyPatch) -> None:
-    nodes = [Locality(0, frozenset({0})), Locality(1, frozenset({1}))]
     place_of: dict[int, frozenset[int]] = {}
     touched: dict[frozenset[int], list[tuple[int, int]]] = defaultdict(list)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
@@ -246,12 +302,12 @@ def test_each_segment_is_touched_by_threads_near_its_node(monkeypatch: pytest.Mo
         "kvoffd.pool.memory._populate",
         lambda address, length: touched[place_of[threading.get_ident()]].append((address, length)),
     )
-    pool = Pool(96 * MIB, region_bytes=4 * MIB, limit=MemoryLimit(1 << 60, "a test"), nodes=nodes)
+    pool = Pool(96 * MIB, region_bytes=4 * MIB, limit=MemoryLimit(1 << 60, "a test"), nodes=NODES)
     try:
         seen: list[int] = []
         assert pool.touch(2, seen.append) == 96 * MIB
         assert seen[-1] == 96 * MIB
-        for node, begin in zip(nodes, (0, 48 * MIB), strict=True):
+        for node, begin in zip(NODES, (0, 48 * MIB), strict=True):
             pieces = sorted(touched[node.cpus])
             assert pieces == [
                 (pool.mapping.address + begin, 32 * MIB),
@@ -259,3 +315,64 @@ def test_each_segment_is_touched_by_threads_near_its_node(monkeypatch: pytest.Mo
             ]
     finally:
         pool.close()
+
+
+@pytest.fixture
+def placed(monkeypatch: pytest.MonkeyPatch) -> dict[int, frozenset[int]]:
+    """CPUs of the thread that allocated memory of a file, by the beginning; a machine with the CPUs 0 and 1."""
+    near = threading.local()
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    monkeypatch.setattr(os, "sched_setaffinity", lambda _, cpus: setattr(near, "cpus", frozenset(cpus)))
+    found: dict[int, frozenset[int]] = {}
+    allocate = FileCalls.allocate
+
+    def record(calls: FileCalls, fd: int, offset: int, length: int) -> None:
+        found[offset] = getattr(near, "cpus", frozenset())
+        allocate(calls, fd, offset, length)
+
+    monkeypatch.setattr(FileCalls, "allocate", record)
+    return found
+
+
+def test_a_pool_file_is_allocated_near_the_nodes_of_its_parts(
+    pool_file: Path, placed: dict[int, frozenset[int]]
+) -> None:
+    """Touched later, its pages stay where they are."""
+    with (
+        closing(FileBacking(pool_file)) as backing,
+        closing(Pool(16 * MIB, region_bytes=4 * MIB, backing=backing, nodes=NODES)) as pool,
+    ):
+        _, begin, _ = pool.place
+        assert placed == {0: frozenset(), begin: frozenset({0}), begin + 8 * MIB: frozenset({1})}
+        assert os.fstat(pool.memory_fds[0]).st_blocks * 512 == begin + 16 * MIB
+
+
+def test_a_daemon_that_is_to_stop_allocates_no_more(
+    pool_file: Path, reserved: Path, placed: dict[int, frozenset[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A large pool takes minutes. Its file has no path, so no later daemon finds a part of it."""
+    monkeypatch.setattr(memory_module, "ALLOCATE_STEP_BYTES", 4 * MIB)
+
+    def stops() -> bool:
+        return len(placed) >= 2
+
+    with (
+        closing(FileBacking(pool_file, should_stop=stops)) as backing,
+        closing(Pool(16 * MIB, backing=backing, nodes=NODES)) as pool,
+    ):
+        assert len(placed) == 2
+        backing.publish()
+        assert pool.removed
+        assert not pool_file.exists()
+    for backing_of in (NewBacking, MemfdBacking):
+        placed.clear()
+        with closing(Pool(16 * MIB, backing=backing_of(should_stop=stops), nodes=NODES)) as pool:
+            assert (pool.kind, len(placed)) == (MemoryKind.RESERVED, 2)
+
+
+def test_reserved_huge_pages_are_taken_near_the_nodes_of_the_pool(
+    reserved: Path, placed: dict[int, frozenset[int]]
+) -> None:
+    with closing(Pool(16 * MIB, region_bytes=4 * MIB, nodes=NODES)) as pool:
+        assert pool.kind is MemoryKind.RESERVED
+        assert placed == {0: frozenset({0}), 8 * MIB: frozenset({1})}

@@ -33,6 +33,7 @@ from kvoffd.server.persistence import PolicyFile, State, StateFile
 from kvoffd.server.scrubber import Scrubber
 from kvoffd.server.sockets import Sockets
 from kvoffd.server.tier_supervisor import TierSupervisor
+from kvoffd.system import limits
 from kvoffd.system.directory import DaemonDirectory
 from kvoffd.system.systemd import Notifier
 from kvoffd.transfer.cuda.gpus import Gpus
@@ -118,6 +119,20 @@ def test_a_start_without_a_required_disk_is_refused(tmp_path: Path) -> None:
             assert why in ended.stderr
             assert "disk_start" in ended.stderr
     assert {one.name for one in tmp_path.iterdir()} <= {"run", "link"}
+
+
+def test_a_pool_that_reserved_huge_pages_hold_needs_no_other_memory(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """By `kvoffd config`, as at the start; a file does not take them."""
+    monkeypatch.setattr(limits, "memory_limit", lambda: limits.MemoryLimit(1 << 20, "other memory"))
+    command = "config", "--directory", str(tmp_path), "--http-address", "", "--pool-size", "2GiB"
+    assert "other memory" in run_daemon_here(*command).stderr
+    monkeypatch.setattr(limits, "default_huge_page_bytes", lambda: 2 << 20)
+    monkeypatch.setattr(limits, "free_huge_pages", lambda page_bytes: 1024)
+    ended = run_daemon_here(*command)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert "other memory" in run_daemon_here(*command, "--pool-file", "/dev/shm/no-such-pool").stderr
 
 
 # --- what comes before what ------------------------------------------------------------------------

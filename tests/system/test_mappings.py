@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import fcntl
 import io
+import mmap
 import os
 import resource
 import threading
@@ -59,6 +60,16 @@ def test_memory_is_unmapped_in_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     step, begin = 256 << 20, 1 << 40
     HostMapping(begin, 2 * step + 4096).close()
     assert calls == [(begin, step), (begin + step, step), (begin + 2 * step, 4096)]
+
+
+def test_memory_in_huge_pages_larger_than_a_step_is_unmapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those of 1 GiB: the kernel unmaps no part of one."""
+    monkeypatch.setattr(mappings, "UNMAP_BYTES", 1 << 20)
+    with memfd(4 << 20, flags=os.MFD_HUGETLB) as fd:
+        access = mmap.PROT_READ | mmap.PROT_WRITE  # mapped without a reservation: the machine may have no huge pages
+        address = mappings._mmap(None, 4 << 20, access, mmap.MAP_SHARED | mappings.MAP_NORESERVE, fd, 0)
+        HostMapping(address, 4 << 20).close()
+    assert f"{address:x}-" not in Path("/proc/self/maps").read_text()
 
 
 def flags_of(mapping: HostMapping) -> list[str]:

@@ -463,6 +463,21 @@ def test_a_store_that_refuses_writes_keeps_nothing_from_going_that_a_disk_has() 
     rig.check()
 
 
+def test_what_waits_is_kept_while_a_tier_has_no_slot() -> None:
+    """As a disk that frees a region of blocks of another size."""
+    rig = rig_of(WriteMode.ALWAYS)
+    space = rig.open()
+    rig.tier.most_jobs = 0
+    rig.put(space, keys_of(*range(15)))
+    for _ in range(3):
+        rig.tiering.pump()
+        go_on(rig)
+    assert rig.writer.waiting_blocks == 15
+    rig.tier.most_jobs = 100
+    go_on(rig)
+    assert rig.in_tier(space, keys_of(*range(15))) == 15
+
+
 def test_a_block_that_no_tier_takes_is_passed_over() -> None:
     rig = rig_of(WriteMode.ALWAYS)
     large, small = rig.open("large", sizes=(2 * UNIT,)), rig.open("small")

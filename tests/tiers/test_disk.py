@@ -205,7 +205,8 @@ def test_a_region_is_taken_for_another_size_some_blocks_at_a_time(
     monkeypatch.setattr("kvoffd.tiers.disk_map.CLEARED_AT_ONCE", 2)
     rig.write(*map(block_of, range(CAPACITY)))
     there, large = [rig.tier.stats().blocks], make_block_group(OTHER, 0, 0, [60_000])
-    rig.tier.write(block_of(99, large), rig.fill(block_of(99, large)), lambda result: None)
+    assert not rig.tier.write(block_of(99, large), rig.fill(block_of(99, large)), lambda result: None)
+    assert rig.tier.takes(large, block_of(99, large).key), "later"
     there.append(rig.tier.stats().blocks)
     while rig.posted or rig.notes.waiting:
         rig.notes.work()
@@ -233,6 +234,7 @@ def test_a_small_disk_holds_what_fits_of_several_block_sizes() -> None:
 def test_a_block_that_fits_no_region_is_reported_once(rig: DiskRig) -> None:
     large = make_block_group(ONE, 0, 0, [60_000] * 3)
     assert rig.write(block_of(1, large), block_of(2, large)) == [None, None]
+    assert not rig.tier.takes(large, block_of(1, large).key)
     assert rig.listener.kinds == {"too_large": 1}
 
 
