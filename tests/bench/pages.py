@@ -26,6 +26,7 @@ from typing import NamedTuple
 from kvoffd_client import AdminClient
 from kvoffd_proto.units import format_size, parse_size
 from tests.bench.report_file import markdown_table, number, print_report, run_facts
+from tests.kit.command import CLI
 from tests.kit.daemon import DaemonProcess
 from tests.kit.service_manager import ServiceManager
 
@@ -84,8 +85,8 @@ def measure(kind: str, pool_size: str) -> Found:
             with AdminClient(daemon.directory) as admin:
                 pool = admin.stats().pool
             assert pool.memory == kind
-            bench = [sys.executable, "-m", "kvoffd_client.cli", "bench", "copy", "--json", "--directory"]
-            said = subprocess.run([*bench, str(daemon.directory)], check=True, stdout=subprocess.PIPE).stdout
+            bench = [CLI, "bench", "copy", "--json", "--directory", str(daemon.directory)]
+            said = subprocess.run(bench, check=True, stdout=subprocess.PIPE).stdout
     speeds = {one["case"]: float(one["value"]) for one in json.loads(said)["results"]}
     return Found(start_s, pool.huge_page_bytes / pool.size_bytes, pool.page_slowdown, speeds)
 
