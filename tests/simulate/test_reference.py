@@ -7,9 +7,7 @@ and learns from their ghosts afterwards; and no block of a prompt goes for its l
 
 from __future__ import annotations
 
-import os
 from itertools import islice
-from pathlib import Path
 
 import pytest
 
@@ -17,6 +15,7 @@ from kvoffd.simulate.replay import replay
 from kvoffd.simulate.trace import RequestTrace, read_trace
 from tests.bench.policies import replay_reference
 from tests.kit.made_up_loads import LOADS, Traffic, trace_of
+from tests.kit.open_traces import FOLDER, open_trace
 
 MADE = [
     ("chat", 372, 6737, 7975),
@@ -34,8 +33,6 @@ OPEN = [
     ("synthetic", 4000, 28125, 29609),
     ("synthetic", 16000, 64580, 67947),
 ]
-TRACES = os.environ.get("TESTS_TRACES", "")
-"""Folder with the traces of Mooncake's FAST'25 release, which are no part of kvoffd."""
 
 
 def made(load: str) -> RequestTrace:
@@ -52,11 +49,11 @@ def test_made_up_traffic(load: str, blocks: int, lru_hits: int, arc_hits: int) -
     compare(made(load), blocks, lru_hits, arc_hits, 0.5)
 
 
-@pytest.mark.skipif(not TRACES, reason="TESTS_TRACES names no folder")
+@pytest.mark.skipif(not FOLDER, reason="TESTS_TRACES names no folder")
 @pytest.mark.parametrize(("name", "blocks", "lru_hits", "arc_hits"), OPEN)
 def test_open_traces(name: str, blocks: int, lru_hits: int, arc_hits: int) -> None:
     """A store's 16 blocks are much for the smallest pool: on one of the traces ``arc`` is 0.16 points off."""
-    trace = read_trace(Path(TRACES, f"{name}_trace.jsonl"))
+    trace = read_trace(open_trace(name))
     compare(trace, blocks, lru_hits, arc_hits, 0.2 if blocks == 1000 else 0.1)
 
 

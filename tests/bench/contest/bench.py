@@ -21,6 +21,7 @@ from tests.bench.contest.model import FIRST_TOKEN, VOCABULARY
 from tests.bench.contest.rows import MAX_CAUSE, Row
 from tests.bench.contest.traces import Slice, slice_of
 from tests.kit.closing import Starting
+from tests.kit.open_traces import open_trace
 from tests.kit.redis_server import RedisServer
 from tests.kit.slow_link import SlowLink
 from tests.kit.waiting import wait_until
@@ -31,11 +32,7 @@ RESTARTS, STORES = "restarts", "stores"
 SHARED = (BATCH, PREFIXES, TRACES, AGENTS, LMCACHE_BENCH)
 """Parts of which one engine of a side serves all workloads, each from empty caches."""
 PARTS = (*SHARED, RESTARTS, STORES)
-OPEN_TRACES = {
-    "conversation": Path("/work/shared/traces/conversation_trace.jsonl"),
-    "synthetic": Path("/work/shared/traces/synthetic_trace.jsonl"),
-}
-"""Mooncake's published traces, where they are."""
+OPEN_TRACES = {name: open_trace(name) for name in ("conversation", "synthetic")}
 RESTART_ROWS = ("new prompts", "engine restarted", "cache restarted", "node restarted", "another node, by Redis")
 STORE_ROWS = ("slow store, new prompts", "slow store, from it", "store hangs, new prompts")
 WORKLOAD_S = 150.0
