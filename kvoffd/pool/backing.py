@@ -65,9 +65,6 @@ class NewBacking:
         create, fits = partial(PoolMemory.create_private, geometry.pool_bytes), fits_reserved(geometry.pool_bytes)
         return _make_new(geometry, segments, self._allocating, create, fits=fits)
 
-    def close(self) -> None:
-        """Nothing of it is open."""
-
 
 class MemfdBacking:
     """Sealed memfds: new ones, in reserved huge pages if the machine has enough, or an earlier daemon's.

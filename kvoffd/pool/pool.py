@@ -26,7 +26,7 @@ class MemoryKind(StrEnum):
     PRIVATE = "private"
     """No other process can map it, and the kernel gives it huge pages."""
     SHARED = "shared"
-    """Others may map it, or keep it; the kernel gives it huge pages only where it is told to."""
+    """Others may map it, or keep it; the kernel gives it huge pages only by a setting of its own."""
     RESERVED = "reserved"
     """Shared, and in huge pages that the administrator had reserved."""
 

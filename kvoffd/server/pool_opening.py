@@ -85,10 +85,12 @@ def open_pool(
     """
     if config.pool_file:
         pool = _open_pool_file(config, notifier, stored, progress, stopped)
-    else:
-        pool = _open_memory(config, notifier, stored, progress, stopped)
-        if was_killed and not stored:
-            logger.warning("The pool starts empty. The earlier daemon was killed, and its memory ended with it.")
+    elif stored or notifier.keeps_fds is not False or config.peers or config.peer_listen:
+        pool = _open_memfds(config, notifier, stored, progress, stopped)
+    else:  # nobody keeps it, and no helper process reads it
+        pool = _make_pool(config, NewBacking(progress, stopped))
+    if was_killed and not (config.pool_file or stored):
+        logger.warning("The pool starts empty. The earlier daemon was killed, and its memory ended with it.")
     if pool.cold_reason:
         logger.warning("The pool starts empty. %s", pool.cold_reason)
     version, size = with_commit(__version__), format_size(config.pool_bytes)
@@ -213,20 +215,6 @@ def _open_pool_file(
             backing.publish()
     pool.keeper = f"in {config.pool_file}"
     return pool
-
-
-def _open_memory(
-    config: Config,
-    notifier: Notifier,
-    stored: Mapping[str, list[int]],
-    progress: StartProgress,
-    stopped: Callable[[], bool],
-) -> Pool:
-    if not stored and notifier.keeps_fds is False and not (config.peers or config.peer_listen):
-        # Nobody keeps it, and no helper process reads it.
-        with closing(NewBacking(progress, stopped)) as backing:
-            return _make_pool(config, backing)
-    return _open_memfds(config, notifier, stored, progress, stopped)
 
 
 def _open_memfds(
