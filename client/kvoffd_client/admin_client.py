@@ -28,10 +28,12 @@ from kvoffd_proto.units import printable
 if TYPE_CHECKING:
     from http.client import HTTPResponse
 
-TIMEOUT_S = 2.0
+TIMEOUT_S = 10.0
+"""Default time limit of a call: on a busy machine operators prefer to wait."""
+HANDSHAKE_TIMEOUT_S = 2.0
 STATS_TIMEOUT_S = 1.4
 """Commands report a missing daemon within two seconds, and take half a second to start."""
-OPTIONS = ClientOptions(unresponsive_after_s=3600.0, handshake_timeout_s=TIMEOUT_S)
+OPTIONS = ClientOptions(unresponsive_after_s=3600.0, handshake_timeout_s=HANDSHAKE_TIMEOUT_S)
 """Each call has its own timeout, which may be long for a busy daemon; the handshake's is short."""
 SILENCE_S = 0.5
 """Time without an answer after which the client checks whether the daemon's process is stopped."""

@@ -14,6 +14,11 @@ from kvoffd_proto import messages as m
 
 StructT = TypeVar("StructT", bound=Struct)
 
+ENGINE_WAIT_S = 1.5
+"""Time until a reply to an engine is sent, be it an error; its client waits for 2 s."""
+OPERATOR_WAIT_S = 8.0
+"""The same for an operator, whose client waits for 10 s."""
+
 
 @dataclass(eq=False)
 class Pending:

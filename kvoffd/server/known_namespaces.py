@@ -10,7 +10,7 @@ from kvoffd.cache.cache import Cache
 from kvoffd.cache.namespace import Namespace
 from kvoffd.config import Config
 from kvoffd.errors import KvoffdError
-from kvoffd.server.handlers import Pending, answers
+from kvoffd.server.handlers import OPERATOR_WAIT_S, Pending, answers
 from kvoffd.server.persistence import State
 from kvoffd.server.session import Session
 from kvoffd.server.sessions import SessionTable
@@ -147,7 +147,7 @@ class KnownNamespaces:
             "none" if message.quota_bytes is None else format_size(message.quota_bytes),
         )
         otherwise = "The quota applies until the daemon ends; the next one may not have it."
-        return self._state.reply_once_saved(m.Done(message.request_id, 1), self._clock(), otherwise)
+        return self._state.reply_once_saved(m.Done(message.request_id, 1), self._clock() + OPERATOR_WAIT_S, otherwise)
 
     def tick(self) -> None:
         self.forget_idle(FORGET_AFTER_S)

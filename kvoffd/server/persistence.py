@@ -45,8 +45,6 @@ STATE_FILE, POLICY_FILE = "kvoffd.state", "kvoffd.policy"
 MAX_STATE_BYTES = 16 << 20
 RETRY_S = 5.0
 """Time until a failed write is retried: the file system may have been full for a moment."""
-STATE_WAIT_S = 1.5
-"""Time for ``kvoffd.state`` to be written until a reply that waits for it is an error; the client waits for 2 s."""
 CLOSE_S = 2.0
 """Time for a last write when the daemon ends."""
 POLICY_EVERY_S = 300.0
@@ -306,10 +304,10 @@ class State:
         """Whether the next daemon would find all of it."""
         return self.file.written >= self.file.requested
 
-    def reply_once_saved(self, reply: Done, now: float, otherwise: str, in_memory: str = "") -> Pending:
+    def reply_once_saved(self, reply: Done, until: float, otherwise: str, in_memory: str = "") -> Pending:
         """Return ``reply``, to be sent once all changes so far are in the file on its device.
 
-        If the write fails or takes STATE_WAIT_S from ``now``, the reply is the error NOT_KEPT with the sentence
+        If the write fails or has not ended at the time ``until``, the reply is the error NOT_KEPT with the sentence
         ``otherwise``; if the file is in memory, with ``in_memory``, unless that is empty.
         """
         file, number = self.file, self.file.requested
@@ -324,7 +322,7 @@ class State:
                 return None
             raise KvoffdError(f"It is done, but {file.problem}. {otherwise}", ErrorCode.NOT_KEPT)
 
-        return Pending(poll, now + STATE_WAIT_S)
+        return Pending(poll, until)
 
     # --- quotas, totals and the file -------------------------------------------------------------
 

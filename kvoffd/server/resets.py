@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from kvoffd.cache.cache import Cache
 from kvoffd.errors import KvoffdError
-from kvoffd.server.handlers import Pending, answers
+from kvoffd.server.handlers import ENGINE_WAIT_S, OPERATOR_WAIT_S, Pending, answers
 from kvoffd.server.known_namespaces import KnownNamespaces
 from kvoffd.server.persistence import State
 from kvoffd.server.session import Session
@@ -19,8 +19,6 @@ from kvoffd_proto.stats import namespace_id
 
 logger = logging.getLogger(__name__)
 
-FLEET_WAIT_S = 1.5
-"""Time for a reset to reach all shared stores and peers; the client waits for 2 s."""
 RESET_NOT_SAVED = "After a kill or a reboot the namespace's blocks may come back from disks and shared stores."
 CLEARED_NOT_SAVED = "After a kill or a reboot cleared blocks may come back from disks."
 
@@ -60,7 +58,7 @@ class NamespaceResets:
                 f"not shared any more, is in memory. Run `kvoffd-cli clear {name} --all-nodes`, or set "
                 "STATE_DIRECTORY to a directory on a disk."
             )
-        return self._state.reply_once_saved(reply, self._clock(), RESET_NOT_SAVED, in_memory)
+        return self._state.reply_once_saved(reply, self._clock() + ENGINE_WAIT_S, RESET_NOT_SAVED, in_memory)
 
     @answers(a.Clear)
     def clear(self, session: Session, message: a.Clear) -> Pending:
@@ -71,7 +69,8 @@ class NamespaceResets:
         self._namespaces.forget_idle()
         whose = "all namespaces" if message.namespace is None else f"namespace {namespace_id(message.namespace)}"
         logger.info("Session %d (%s) cleared %s: %d blocks.", session.id, session.process, whose, count)
-        return self._state.reply_once_saved(m.Done(message.request_id, count), self._clock(), CLEARED_NOT_SAVED)
+        until = self._clock() + OPERATOR_WAIT_S
+        return self._state.reply_once_saved(m.Done(message.request_id, count), until, CLEARED_NOT_SAVED)
 
     @answers(a.ResetFleet)
     def reset_fleet(self, session: Session, message: a.ResetFleet) -> Pending:
@@ -84,7 +83,8 @@ class NamespaceResets:
         networks = supervisor.networks
         pending = supervisor.void_everywhere(message.namespace)
         count = self.follow_fleet()
-        saved = self._state.reply_once_saved(m.Done(message.request_id, count), self._clock(), CLEARED_NOT_SAVED)
+        until = self._clock() + OPERATOR_WAIT_S
+        saved = self._state.reply_once_saved(m.Done(message.request_id, count), until, CLEARED_NOT_SAVED)
 
         def poll(late: bool) -> m.AnyReply | None:
             if not late and not all(one.ended for one in pending):
@@ -107,7 +107,7 @@ class NamespaceResets:
         logger.info(
             "Session %d (%s) cleared %s on all nodes: %d blocks here.", session.id, session.process, what, count
         )
-        return Pending(poll, self._clock() + FLEET_WAIT_S)
+        return Pending(poll, until)
 
     def follow_fleet(self) -> int:
         """Drop the blocks of namespaces that were voided for all nodes; return how many there were."""

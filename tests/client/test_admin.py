@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from kvoffd_client import AdminClient, DaemonUnavailable, KvoffdClientError, RequestRefused
-from kvoffd_client.admin_client import TIMEOUT_S, find_namespace_info, read_stats
+from kvoffd_client.admin_client import HANDSHAKE_TIMEOUT_S, find_namespace_info, read_stats
 from kvoffd_client.errors import why_unreachable
 from kvoffd_client.testing import FakeEngine
 from kvoffd_proto import admin as a
@@ -54,7 +54,7 @@ def test_why_nobody_is_reached_is_told_apart(tmp_path: Path) -> None:
         listener.listen(9)
         began = time.monotonic()
         assert sentence().startswith(f"The server in {tmp_path} accepts connections but does not answer; ")
-        assert time.monotonic() - began < 5 * TIMEOUT_S, "who says no word is not waited for as long as a busy daemon"
+        assert time.monotonic() - began < 5 * HANDSHAKE_TIMEOUT_S, "not waited for as long as a busy daemon"
     assert "may not use the kvoffd daemon's sockets" in why_unreachable(
         PermissionError(13, "Permission denied"), "/run/kvoffd"
     )

@@ -89,13 +89,6 @@ BLOCK_BYTES = 4 * PAGE_BYTES
 
 
 def set_quota(daemon: DaemonProcess, label: str, most: str) -> tuple[int, str]:
-    """Again while the disk below ``kvoffd.state`` takes longer than the daemon waits for it, which it then says."""
-    return wait_until(
-        lambda: None if "It is done, but" in (said := _set_quota(daemon, label, most))[1] else said, interval_s=0.5
-    )
-
-
-def _set_quota(daemon: DaemonProcess, label: str, most: str) -> tuple[int, str]:
     return command(daemon, "namespaces", "quota", label, "--max", most)
 
 

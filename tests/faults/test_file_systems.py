@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 
 from tests.kit.cases import case
 from tests.kit.checked import CheckedEngine, Truth, over_disk, put_on_disk, wait_disk, wait_written
-from tests.kit.command import start_cli
+from tests.kit.command import command, start_cli
 from tests.kit.daemon import DaemonProcess
 from tests.kit.linux import run, tmpfs
 from tests.kit.require import require
@@ -96,6 +97,28 @@ def test_a_frozen_file_system_keeps_nobody_waiting(ext4: tuple[Path, Path]) -> N
             subprocess.run(["fsfreeze", "-u", place], check=False)
         wait_written(daemon, BLOCKS)
         assert engine.has(ALL)
+
+
+def test_an_operator_has_the_patience_for_a_busy_disk_that_an_engine_has_not(ext4: tuple[Path, Path]) -> None:
+    """A clear and a quota are answered once they are written down, which takes 3 s; an engine's reset fails sooner."""
+    _, place = ext4
+    with DaemonProcess("16MiB", environ={"STATE_DIRECTORY": str(place)}) as daemon, CheckedEngine(daemon) as engine:
+        label = engine.namespace.label
+        for words in (("clear", label, "--yes"), ("namespaces", "quota", label, "--max", "4MiB")):
+            run("fsfreeze", "-f", place)
+            thaws = threading.Timer(3.0, run, ("fsfreeze", "-u", place))
+            thaws.start()
+            try:
+                with case(words[0]):
+                    assert command(daemon, *words)[0] == 0
+                    assert not thaws.is_alive() or thaws.finished.is_set(), "it was not written down yet"
+            finally:
+                thaws.join()
+        run("fsfreeze", "-f", place)
+        try:
+            assert not engine.scheduler.reset()
+        finally:
+            run("fsfreeze", "-u", place)
 
 
 def test_a_log_that_takes_nothing_stops_nobody(tmp_path: Path) -> None:

@@ -424,19 +424,24 @@ def test_a_bucket_that_wants_fewer_requests_is_asked_again_for_what_it_refused_a
 def test_a_request_that_is_not_answered_in_time_costs_its_own_key(bucket: FaultyBucket) -> None:
     rig = SharedRig(bucket.url, ask_deadline_s=2.0).reachable()
     blocks = rig.store_some(5)
+
+    def asked(prefix: bool = False) -> tuple[list[Answer], int]:
+        """The answers, and how often the bucket as a whole was too late for them."""
+        late = rig.kinds["timeout"]
+        return rig.ask_anew(*blocks, prefix=prefix), rig.kinds["timeout"] - late
+
+    # Again where the machine is so busy that other requests are late too.
     bucket.late_paths = {next(path for path in bucket.values if blocks[3].key.hex() in path)}
-    assert rig.ask_anew(*blocks) == [Answer.YES, Answer.YES, Answer.YES, Answer.NO, Answer.YES]
-    assert rig.ask_anew(*blocks, prefix=True)[0] is Answer.YES
-    assert not rig.kinds
+    rig.until(lambda: asked() == ([Answer.YES, Answer.YES, Answer.YES, Answer.NO, Answer.YES], 0))
+    rig.until(lambda: (found := asked(prefix=True))[0][0] is Answer.YES and found[1] == 0)
     bucket.late_paths = {path for path in bucket.values if "generation" not in path}
-    assert rig.ask_anew(*blocks) == [Answer.NO] * 5
-    assert rig.kinds == {"timeout": 1}
+    assert asked() == ([Answer.NO] * 5, 1)
     bucket.late_paths = set()
-    assert rig.ask_anew(*blocks) == [Answer.YES] * 5
+    rig.until(lambda: asked() == ([Answer.YES] * 5, 0))
 
 
 def test_a_window_costs_few_requests_however_often_it_is_looked_up(bucket: FaultyBucket) -> None:
-    rig = SharedRig(bucket.url, ask_deadline_s=3.0).reachable()
+    rig = SharedRig(bucket.url, ask_deadline_s=60.0).reachable()
     keys = [key_of(number) for number in range(3 * S3.most_window_keys)]
     bucket.requests.clear()
     for _ in range(3):

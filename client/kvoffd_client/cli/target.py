@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 TEST_WAIT_S = 30.0
 
-OPERATOR_WAIT_S = 10.0
-"""Time limit of commands: on a busy machine operators prefer to wait."""
 Directory = Annotated[
     Path | None,
     typer.Option(
@@ -60,7 +58,7 @@ def local_directory(directory: Path | None) -> Path:
 
 def open_admin(directory: Path | None, *, subscribe_events: bool = False) -> AdminClient:
     """Return a client of the selected daemon. On a terminal it reports waiting."""
-    admin = AdminClient(local_directory(directory), OPERATOR_WAIT_S, subscribe_events=subscribe_events)
+    admin = AdminClient(local_directory(directory), subscribe_events=subscribe_events)
     if sys.stderr.isatty():
         admin.on_silence = lambda: print(f"Waiting for the kvoffd daemon in {admin.directory} ...", file=sys.stderr)
     return admin

@@ -26,7 +26,6 @@ import typer
 from kvoffd_client.admin_client import AdminClient
 from kvoffd_client.cli.format import print_json, print_status, say
 from kvoffd_client.cli.target import (
-    OPERATOR_WAIT_S,
     CliError,
     Directory,
     Json,
@@ -80,7 +79,7 @@ def record(
     most_bytes = parse_option("--max-size", max_size, parse_size)
     if not seconds:
         raise CliError(f"--duration {duration} records nothing; give a longer one, or none and end with Ctrl-C.")
-    with AdminClient(local_directory(directory), OPERATOR_WAIT_S) as admin:
+    with AdminClient(local_directory(directory)) as admin:
         admin.ask(Trace)
         try:
             opened = file.open("xb")
