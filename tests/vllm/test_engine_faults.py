@@ -20,7 +20,6 @@ import pytest
 import zmq
 
 from kvoffd_client import AdminClient
-from kvoffd_proto.messages import PromptReport
 from tests.chaos.supervisor import Supervisor
 from tests.kit.amount import TIMES
 from tests.kit.closing import Closing
@@ -354,7 +353,7 @@ def one_by_one(engine: EngineProcess, prompts: list[list[int]]) -> tuple[list[li
     return tokens(answers), cached(answers)
 
 
-def _whole(directory: Path, count: int) -> list[PromptReport] | None:
+def _whole(directory: Path, count: int) -> list[Any] | None:
     """The reports of prompts under this daemon, once there are so many."""
     found = [one for one in reports(directory) if not one.again]
     return found if len(found) >= count else None
