@@ -49,7 +49,7 @@ lint: $(VENV)/.tools ## ruff, mypy, plain words, one name for one class, no test
 bench: $(VENV)/.tools ## measure lookups and copies, each beside a floor (1 minute); ARGS=loop: turns of the loop (minutes)
 	@$(BIN)/python -m tests.bench $(ARGS)
 
-contest: $(VENV)/.engine .venv-contest/.built ## vLLM alone, kvoffd and LMCache by programs of others (40 minutes); ARGS="--part batch"
+contest: $(VENV)/.engine .venv-contest/.built ## vLLM alone, kvoffd and LMCache by programs of others (45 minutes); ARGS="--part batch"
 	@$(BIN)/python -m tests.bench.contest $(ARGS)
 
 gpu: ## measure and try what only an NVIDIA GPU can tell (10 minutes, no internet); ARGS="--part vllm", or --double
