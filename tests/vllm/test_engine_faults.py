@@ -10,6 +10,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import count
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -353,7 +354,7 @@ def one_by_one(engine: EngineProcess, prompts: list[list[int]]) -> tuple[list[li
     return tokens(answers), cached(answers)
 
 
-def _whole(directory: Path, count: int) -> list[Any] | None:
+def _reports(directory: Path, count: int) -> list[Any] | None:
     """The reports of prompts under this daemon, once there are so many."""
     found = [one for one in reports(directory) if not one.again]
     return found if len(found) >= count else None
@@ -401,7 +402,7 @@ def test_blocks_come_back_from_disk(harness: Harness, tmp_path: Path) -> None:
         for number in range(1, 11):
             engine.forget()
             found = one_by_one(engine, LONG_PROMPTS)
-            said = wait_until(lambda most=number * len(LONG_PROMPTS): _whole(home.directory, most))  # type: ignore[misc]
+            said = wait_until(partial(_reports, home.directory, number * len(LONG_PROMPTS)))
             if all(one.outcome != "late" for one in said[-len(LONG_PROMPTS) :]):
                 break  # else the machine stood still for longer than a prompt waits
         assert found == (computed, [full_blocks(LONG)] * len(LONG_PROMPTS)), said
