@@ -26,7 +26,7 @@ from kvoffd.cache.askers import Askers
 from kvoffd.cache.awaited_keys import AwaitedKeys
 from kvoffd.cache.block_table import BlockIds, BlockTable
 from kvoffd.cache.namespace import Group, Namespace
-from kvoffd.cache.policy import BATCH, Chain, Policy
+from kvoffd.cache.policy import BATCH, Admission, Chain, Policy
 
 RETAINED_SHARE = 0.25
 """Part of the pool, and of a namespace's quota, that hints may retain."""
@@ -403,22 +403,20 @@ class HintedOrder:
                 order.remove(group, members, keys)
                 order.insert(group, members, keys)
 
-    def admit(self, group: Group, keys: bytes, starts: Sequence[int]) -> Sequence[tuple[int, float]]:
+    def admit(self, group: Group, keys: bytes, starts: Sequence[int]) -> Admission:
         """As the policy's; keys of blocks that a hint retains are always admitted."""
-        runs = self._policy.admit(group, keys, starts)
-        if not self._awaited:
-            return runs
-        scores = [score for length, score in runs for _ in range(length)]
-        for at, key in enumerate(np.frombuffer(keys, group.namespace.key_type).tolist()):
-            if self._awaited.get((group.number, key)) is not None:
-                scores[at] = inf
-        return [(len(list(run)), score) for score, run in groupby(scores)]
-
-    @property
-    def lowest(self) -> float:
+        runs, lowest = self._policy.admit(group, keys, starts)
+        if self._awaited:
+            scores = [score for length, score in runs for _ in range(length)]
+            for at, key in enumerate(np.frombuffer(keys, group.namespace.key_type).tolist()):
+                if self._awaited.get((group.number, key)) is not None:
+                    scores[at] = inf
+            runs = [(len(list(run)), score) for score, run in groupby(scores)]
         if self._released or self._lapsed:
-            return -inf
-        return min(self._policy.lowest, float_info.max) if self._retentions else self._policy.lowest
+            lowest = -inf
+        elif self._retentions:
+            lowest = min(lowest, float_info.max)
+        return Admission(runs, lowest)
 
     def first(self, count: int, below: float = inf) -> BlockIds:
         self.end_lapsed()

@@ -222,9 +222,9 @@ class BlockStores:
         starts = list(part.starts)
         if len(starts) > 1:
             starts = sorted({*np.searchsorted(absent, starts).tolist()})
-        runs, slots = self._order.admit(group, keys, starts), self._life.slots
+        (runs, lowest), slots = self._order.admit(group, keys, starts), self._life.slots
         is_full = slots.free_bytes < group.block_bytes and not self._life.unswept and not self._life.partial
-        return runs, self._order.lowest if is_full else -inf
+        return runs, lowest if is_full else -inf
 
     def _make_run(
         self, ticket: StoreTicket, keys: bytes, indices: list[int], prompts: PromptNumbers, below: float
