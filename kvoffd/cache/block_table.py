@@ -185,6 +185,8 @@ class BlockTable(Structure):
         """[blocks] shards that are not written."""
         self.group = np.zeros(slots, np.uint32)
         """[slots] number of the slot's group (see ``namespace.Group``)."""
+        self.groups: dict[int, Group] = {}
+        """Groups whose blocks have slots, and the current ones of all namespaces, by number."""
         self.next = np.zeros(slots, np.uint32)
         """[slots] slot of the next rank; that of the last rank is the block's first."""
         self.pages = np.zeros(slots, np.uint32)
@@ -408,14 +410,14 @@ class BlockTable(Structure):
         """Return the group number of all blocks; 0 if they have none in common, or ``unpinned`` and one is pinned."""
         return int(self._native.blocks_common_group(self.address, packed(blocks), len(blocks), unpinned))
 
-    def by_group(self, blocks: BlockIds, groups: Mapping[int, Group]) -> list[tuple[Group, BlockIds]]:
-        """Group blocks, which have slots, by their group, one of ``groups`` by number; each keeps its order."""
+    def by_group(self, blocks: BlockIds) -> list[tuple[Group, BlockIds]]:
+        """Group blocks, which have slots, by their group; each keeps its order."""
         if not blocks.size:
             return []
         if only := self.group_of(blocks):
-            return [(groups[only], blocks)]
+            return [(self.groups[only], blocks)]
         numbers = self.group[blocks]
-        return [(groups[number], blocks[numbers == number]) for number in sorted(set(numbers.tolist()))]
+        return [(self.groups[number], blocks[numbers == number]) for number in sorted(set(numbers.tolist()))]
 
     def pin(self, blocks: BlockIds) -> None:
         """Keep the bytes of blocks until ``unpin``; a block that occurs several times is pinned as many times."""

@@ -97,7 +97,6 @@ class HintedOrder:
     Methods with a name of ``Policy``'s do the same.
 
     Args:
-        groups: groups whose blocks have slots, by number.
         quotas: limits of pool bytes by fingerprint.
     """
 
@@ -105,12 +104,11 @@ class HintedOrder:
         self,
         policy: Policy,
         blocks: BlockTable,
-        groups: Mapping[int, Group],
         quotas: Mapping[bytes, int],
         clock: Callable[[], float],
         pool_bytes: int,
     ) -> None:
-        self._policy, self._blocks, self._groups, self._quotas = policy, blocks, groups, quotas
+        self._policy, self._blocks, self._quotas = policy, blocks, quotas
         self._clock, self._most_bytes = clock, int(RETAINED_SHARE * pool_bytes)
         self._hint_of = np.zeros(len(blocks.state), np.uint32)
         """[slots] number of the block's retention, or RELEASED; 0, or the number of one that was ended, for none."""
@@ -149,7 +147,7 @@ class HintedOrder:
         """Record that others than one giver's prompts use READY blocks. What was released is in the policy's order
         again."""
         self._askers.share(blocks)
-        for group, members in self._blocks.by_group(blocks[self._hint_of[blocks] == RELEASED], self._groups):
+        for group, members in self._blocks.by_group(blocks[self._hint_of[blocks] == RELEASED]):
             self._insert(group, members[self._unmark(group, members)])
 
     def wish(self, namespace: Namespace, session: int, giver: int, priority: int, ttl_s: float) -> Wish:
@@ -398,7 +396,7 @@ class HintedOrder:
         others = [block for block, hint in hints if hint is None]
         retained = [block for block, hint in hints if hint is not None and block not in hint.aside]
         for order, numbers in ((self, others), (self._policy, retained)):  # ``self.remove`` would end a hint
-            for group, members in self._blocks.by_group(np.array(numbers, np.uint32), self._groups):
+            for group, members in self._blocks.by_group(np.array(numbers, np.uint32)):
                 keys = self._blocks.keys(members, group.key_bytes)
                 order.remove(group, members, keys)
                 order.insert(group, members, keys)
@@ -457,7 +455,7 @@ class HintedOrder:
         """Take retained blocks out of the policy, which would evict them next."""
         for block, number in zip(blocks.tolist(), self._hint_of[blocks].tolist(), strict=True):
             self._retentions[number].aside[block] = None
-        for group, members in self._blocks.by_group(blocks, self._groups):
+        for group, members in self._blocks.by_group(blocks):
             self._policy.remove(group, members, self._blocks.keys(members, group.key_bytes))
 
 

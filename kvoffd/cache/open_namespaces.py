@@ -138,7 +138,7 @@ class OpenNamespaces(Mapping[bytes, Namespace]):
         self._next_number = max(self._next_number, number + 1)
         first, self._next_group = self._next_group, self._next_group + len(namespace.specs)
         namespace.groups = [Group(first + index, namespace, index) for index in range(len(namespace.specs))]
-        self._life.add_groups(namespace.groups)
+        self._life.blocks.groups.update((group.number, group) for group in namespace.groups)
         self._set_sizes(namespace)
 
     def _set_sizes(self, namespace: Namespace) -> None:

@@ -145,7 +145,7 @@ class Tiering:
 
     def used(self, blocks: BlockIds) -> None:
         if writers := [writer for writer in self.writers if writer.available]:
-            for group, members in self._cache.life.by_group(blocks):
+            for group, members in self._cache.blocks.by_group(blocks):
                 for writer in writers:
                     writer.used(group, members)
 
@@ -157,7 +157,7 @@ class Tiering:
     def evicted(self, blocks: BlockIds) -> None:
         self._promoted_blocks.evicted(blocks)
         # The disks' hands spare evicted blocks, from the next tick on: an engine's store waits for this call.
-        for group, members in self._cache.life.by_group(blocks):
+        for group, members in self._cache.blocks.by_group(blocks):
             if group.retired:
                 continue
             keys = self._cache.blocks.split_keys(members, group.key_bytes)

@@ -371,7 +371,7 @@ class Writer:
         """Examine blocks that are next to be evicted. ``before``: ``_rejected`` as of the last tick."""
         left, left_bytes = MAX_COLD_BLOCKS, self._cold_bytes
         for batch in self._cache.order.candidates():
-            for group, members in self._cache.life.by_group(batch):
+            for group, members in self._cache.blocks.by_group(batch):
                 cold = members[: max(0, min(left, -(-left_bytes // group.block_bytes)))]
                 left -= len(cold)
                 if not group.retired:
@@ -448,7 +448,7 @@ class Writer:
         """Return the writes among the next few waiting blocks. The rest of this batch leaves the queue."""
         batch = dict(islice(self.waiting.items(), MAX_BEGUN))
         chosen: dict[int, BlockWrite] = {}
-        for group, members in self._cache.life.by_group(self._still_ready(batch)):
+        for group, members in self._cache.blocks.by_group(self._still_ready(batch)):
             blocks, _ = self._unwritten(group, members)
             if blocks.size:
                 chosen |= {write.number: write for write in writes_of(self._cache, group, blocks)}

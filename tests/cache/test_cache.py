@@ -796,7 +796,7 @@ def test_namespaces_that_do_not_fit_are_those_with_the_fewest_blocks(caplog: pyt
 def order(rig: CacheRig) -> list[int]:
     """Keys of 8 bytes in the order in which they would go."""
     every = np.concatenate([np.empty(0, np.uint32), *rig.cache.order.candidates()])
-    keys = [key for _, alike in rig.cache.life.by_group(every) for key in rig.cache.blocks.split_keys(alike, 8)]
+    keys = [key for _, alike in rig.cache.blocks.by_group(every) for key in rig.cache.blocks.split_keys(alike, 8)]
     return [int.from_bytes(key, "big") for key in keys]
 
 

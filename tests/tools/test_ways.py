@@ -9,8 +9,8 @@ from tests.tools.ways import WAYS, go
 MOST = {
     "lookup": (28, 21),
     "store": (50, 36),
-    "reset": (50, 29),
-    "disk-write": (80, 52),
+    "reset": (49, 28),
+    "disk-write": (79, 51),
     "promotion": (109, 73),
     "redis-promotion": (178, 121),
 }
