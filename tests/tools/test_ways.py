@@ -7,12 +7,12 @@ import pytest
 from tests.tools.ways import WAYS, go
 
 MOST = {
-    "lookup": (28, 21),
+    "lookup": (27, 20),
     "store": (50, 36),
-    "reset": (49, 28),
-    "disk-write": (79, 51),
+    "reset": (44, 26),
+    "disk-write": (78, 50),
     "promotion": (109, 73),
-    "redis-promotion": (178, 121),
+    "redis-promotion": (177, 119),
 }
 """Functions of each way, and changes of file. Lower them with the way; raise them if the code reads better so."""
 
