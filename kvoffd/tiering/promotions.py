@@ -12,7 +12,7 @@ from math import inf
 from kvoffd.cache.asked_keys import AskedKeys
 from kvoffd.cache.block_table import CAME, IN_A_TIER
 from kvoffd.cache.cache import Cache
-from kvoffd.cache.namespace import MissReason, Namespace
+from kvoffd.cache.namespace import Group, MissReason, Namespace
 from kvoffd.cache.prefetches import NO_SESSION
 from kvoffd.cache.tickets import FillTicket, Lease
 from kvoffd.system.calls import call_each
@@ -237,15 +237,15 @@ class Promotions:
         blocked_s = max((now - at for at in since if at is not None), default=0.0)
         return nbytes / speed + blocked_s
 
-    def is_slower(self, namespace: Namespace, group: int, count: int) -> bool:
-        """Return whether ``count`` blocks take longer to read than to compute, by the measured speeds and without a
-        queue; at intervals, return False. Only the engine, which has a queue too, can weigh the queues."""
+    def is_slower(self, group: Group, count: int) -> bool:
+        """Return whether ``count`` blocks of a group take longer to read than to compute, by the measured speeds and
+        without a queue; at intervals, return False. Only the engine, which has a queue too, can weigh the queues."""
+        namespace, tokens = group.namespace, count * group.tokens
         prefill, speed = namespace.counters.prefill_tokens_per_second, self.speed.measured
-        tokens = count * namespace.specs[group].tokens_per_block
         if not (tokens and prefill and speed):
             return False
         # The tokens need the blocks of all groups: those of the others count as if they were as large.
-        nbytes = len(namespace.specs) * count * namespace.group(group).block_bytes
+        nbytes = len(namespace.specs) * count * group.block_bytes
         now = self._clock()
         if nbytes / speed <= tokens / prefill or now >= self._read_again_at:
             self._read_again_at = max(self._read_again_at, now + READ_AGAIN_S)
