@@ -251,7 +251,7 @@ class Statistics:
             not_written=dict(writer.not_written),
             write_budget_left_bytes=writer.budget.left_bytes,
             write_mode=writer.mode.value,
-            promotion_bytes_per_second=sum(one.speed.measured for one in disks),
+            promotion_bytes_per_second=sum(one.reads.speed.measured for one in disks),
         )
 
     def _shared_stats(self) -> list[s.SharedStats]:

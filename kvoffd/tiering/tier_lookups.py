@@ -18,7 +18,8 @@ from kvoffd.cache.namespace import Group, MissReason, Namespace
 from kvoffd.cache.prefetches import NO_SESSION
 from kvoffd.cache.tickets import Lease
 from kvoffd.pool.allocator import PAGE_BYTES
-from kvoffd.tiering.promotions import SLOWER, Coming, Fill, FillQueue, Promotions
+from kvoffd.tiering.fills import Coming, Fill, FillQueue
+from kvoffd.tiering.promotions import SLOWER, Promotions
 from kvoffd.tiering.unanswered_keys import UnansweredKeys
 from kvoffd.tiering.writer import block_group_of
 from kvoffd.tiers.header import BlockGroup
@@ -172,7 +173,7 @@ class TierLookups:
         held_bytes = max(ready_bytes, int(self._cache.blocks.pages[lease.blocks].sum()) * PAGE_BYTES)
         held_bytes += sum(fill.queue.block_bytes for fill in self._awaits.get(lease, ()) if not fill.is_settled)
         free_bytes = inf if asked is not None else self._cache.leases.leasable_bytes
-        left_bytes = self._cache.leases.most_bytes - sum(one.given_up_bytes for one in self._sources) - held_bytes
+        left_bytes = self._cache.leases.most_bytes - sum(one.reads.given_up_bytes for one in self._sources) - held_bytes
         lookup = _Lookup(lease, asked, sources, left_bytes, free_bytes)
         answer, may_grow = list(map(bytearray, states)), False
         for number, limit in _whole_prefixes_first(namespace, groups, answer):

@@ -15,8 +15,9 @@ from kvoffd.cache.namespace import MissReason, Namespace
 from kvoffd.system.calls import call_each
 from kvoffd.system.newest import put_newest
 from kvoffd.tiering import TieringSettings, WriteMode
+from kvoffd.tiering.fills import Coming
 from kvoffd.tiering.promoted_blocks import PromotedBlocks
-from kvoffd.tiering.promotions import Coming, Promotions
+from kvoffd.tiering.promotions import Promotions
 from kvoffd.tiering.tier_lookups import TierLookups
 from kvoffd.tiering.unanswered_keys import UnansweredKeys
 from kvoffd.tiering.writer import Writer, block_group_of
@@ -110,9 +111,9 @@ class Tiering:
         self._promoted_blocks.sources.append(source)
         self.sources.insert(len(self._disk_tiers), source)
         self._disk_tiers.append(tier)
-        whole_bytes = source.most_bytes
+        whole_bytes = source.reads.most_bytes
         for one in self.disks:
-            one.most_bytes = whole_bytes // len(self._disk_tiers)
+            one.reads.most_bytes = whole_bytes // len(self._disk_tiers)
         return source
 
     def _make_source(self, tier: Tier, settings: TieringSettings, *, shared: bool) -> Promotions:

@@ -205,7 +205,7 @@ def test_what_another_prompt_computes_is_known_where_a_store_is_asked_first(rig:
 def test_what_is_slower_to_read_from_a_disk_than_to_compute_is_skipped(rig: Rig) -> None:
     source, space = rig.tiering.sources[0], rig.space
     space.counters.prefill_tokens_per_second = 10.0 * space.specs[0].tokens_per_block
-    source.speed.measured = 5.0 * UNIT
+    source.reads.speed.measured = 5.0 * UNIT
     rig.put_in_tier(space, keys_of(1, 2, 3))
     source.is_slower(space.group(0), 1)  # one is tried now and then
     rig.ask(1)
@@ -215,7 +215,7 @@ def test_what_is_slower_to_read_from_a_disk_than_to_compute_is_skipped(rig: Rig)
 def test_a_slow_disk_is_tried_for_all_groups_of_a_prompt_or_for_none(rig: Rig) -> None:
     space = rig.open("b", sizes=(UNIT, UNIT))
     space.counters.prefill_tokens_per_second = 10.0 * space.specs[0].tokens_per_block
-    rig.tiering.sources[0].speed.measured = 5.0 * UNIT
+    rig.tiering.sources[0].reads.speed.measured = 5.0 * UNIT
     for group in range(2):
         give(rig, rig.tier, space, 1, 2, group=group)
     for number, expected in ((1, PENDING), (2, ABSENT)):  # nothing was read lately; then the first is
@@ -225,7 +225,7 @@ def test_a_slow_disk_is_tried_for_all_groups_of_a_prompt_or_for_none(rig: Rig) -
 
 def test_blocks_of_any_size_have_a_speed(rig: Rig) -> None:
     source, block_bytes = rig.tiering.sources[0], 64 << 20
-    source.most_bytes = 1 << 40
+    source.reads.most_bytes = 1 << 40
     assert source._may_be_under_way(block_bytes) > MIN_BLOCKS * block_bytes
 
 
