@@ -303,10 +303,9 @@ class BlockStores:
 
     # --- fills -----------------------------------------------------------------------------------
 
-    def begin_fill(self, namespace: Namespace, group_index: int, keys: Sequence[bytes]) -> dict[int, FillTicket | None]:
+    def begin_fill(self, group: Group, keys: Sequence[bytes]) -> dict[int, FillTicket | None]:
         """Allocate slots of all ranks for keys from a tier. Returns, by the index of each key without a block, a
         ticket, or None if there is no space. Raises BadGeometry."""
-        group = namespace.groups[group_index]
         if not group.sizes:
             raise BadGeometry("Not all ranks of the namespace have registered; register them first.")
         states, _ = self._blocks.find(group, b"".join(keys))

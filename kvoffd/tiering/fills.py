@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvoffd.cache.asked_keys import AskedKeys
-from kvoffd.cache.namespace import Namespace
+from kvoffd.cache.namespace import Group
 from kvoffd.cache.prefetches import NO_SESSION
 from kvoffd.cache.tickets import FillTicket, Lease
 from kvoffd.tiers.header import BlockGroup
@@ -24,10 +24,10 @@ class FillQueue:
     """Lease of the lookup that asked first; it may have ended."""
     last_lease: Lease
     """Lease of the last lookup that waited for it before it had space."""
-    group: BlockGroup
+    group: Group
+    block_group: BlockGroup
+    """The group, for tiers."""
     source: Promotions
-    block_bytes: int
-    """Pool bytes of a block."""
     fills: OrderedDict[Fill, None] = field(default_factory=OrderedDict)
     """Fills that have not begun."""
     under_way: int = 0
@@ -42,16 +42,12 @@ class FillQueue:
     """Reason for which its fills fail if that lasts too long: NO_SPACE, or OVERDUE if reads that hang have it."""
 
     @property
-    def namespace(self) -> Namespace:
-        return self.first_lease.namespace
-
-    @property
     def is_prefetch(self) -> bool:
         return self.first_lease.session == NO_SESSION
 
     @property
     def queued_bytes(self) -> int:
-        return len(self.fills) * self.block_bytes
+        return len(self.fills) * self.group.block_bytes
 
 
 @dataclass(slots=True, eq=False)

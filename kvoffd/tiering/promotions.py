@@ -129,7 +129,7 @@ class Promotions:
         # Others without space are passed over.
         before = islice(self._queues, last + 1)
         ahead = [queue for queue in before if queue in its_queues or queue.no_space_since is None]
-        nbytes = sum((len(queue.fills) + queue.under_way) * queue.block_bytes for queue in ahead)
+        nbytes = sum((len(queue.fills) + queue.under_way) * queue.group.block_bytes for queue in ahead)
         if ahead:  # fills behind the last awaited one do not count
             behind = takewhile(lambda fill: fill not in awaited, reversed(ahead[-1].fills))
             nbytes -= sum(1 for _ in behind) * ahead[-1].block_bytes
@@ -158,7 +158,7 @@ class Promotions:
         if self.queued_blocks + self._queued_by[queue.first_lease.session] // 3 >= MAX_QUEUED:
             return None
         fill = Fill(queue, key)
-        self._coming.setdefault(queue.group.tag, {})[key] = fill
+        self._coming.setdefault(queue.block_group.tag, {})[key] = fill
         self._queues[queue] = queue.fills[fill] = None
         self._count(queue, 1)
         return fill
@@ -183,22 +183,22 @@ class Promotions:
                 if without_space > MAX_WITHOUT_SPACE:
                     queue.no_space_since = self._clock() - self._patience_s  # it ends with the next tick
                 continue
-            if queue.fills and queue.block_bytes >= too_large:
+            if queue.fills and queue.group.block_bytes >= too_large:
                 self._note_no_space(queue, NO_SPACE)
                 continue
             while queue.fills:
-                free = self.reads.free_bytes(queue.block_bytes)
-                if self._stopped or most <= 0 or (self.reads.under_way and free < queue.block_bytes):
+                free = self.reads.free_bytes(queue.group.block_bytes)
+                if self._stopped or most <= 0 or (self.reads.under_way and free < queue.group.block_bytes):
                     return
-                if free < queue.block_bytes and self.reads.given_up:
+                if free < queue.group.block_bytes and self.reads.given_up:
                     self._note_no_space(queue, OVERDUE)
                     break
-                batch = list(islice(queue.fills, max(1, min(most, free // max(1, queue.block_bytes)))))
+                batch = list(islice(queue.fills, max(1, min(most, free // max(1, queue.group.block_bytes)))))
                 most -= len(batch)
                 if not self._begin_batch(queue, batch):
                     return
                 if queue.no_space_since is not None:
-                    too_large = queue.block_bytes
+                    too_large = queue.group.block_bytes
                     break
 
     def _reserve(self, queue: FillQueue, lenders: Sequence[Lender]) -> bool:
@@ -213,7 +213,7 @@ class Promotions:
             return True
         leasable = self._cache.leases.leasable_bytes
         if queue.is_prefetch:
-            if queue.block_bytes <= leasable:
+            if queue.group.block_bytes <= leasable:
                 return True
             self._note_no_space(queue, NO_SPACE)
             return False
@@ -256,9 +256,7 @@ class Promotions:
     def _begin_batch(self, queue: FillQueue, batch: Sequence[Fill]) -> bool:
         """Begin the first fills of a queue, as far as there is space; return False if the tier accepts no more."""
         try:
-            tickets = self._cache.stores.begin_fill(
-                queue.namespace, queue.group.group_index, [fill.key for fill in batch]
-            )
+            tickets = self._cache.stores.begin_fill(queue.group, [fill.key for fill in batch])
             not_begun, has_space = self._begin_reads(batch, tickets)
         except BaseException:
             for fill in batch:  # lookups must not wait for fills that are neither running nor queued
@@ -300,7 +298,7 @@ class Promotions:
         for fill in not_begun:
             if not self.tier.available():
                 self._fail(fill, Result.DEADLINE)
-            elif self.tier.find(fill.queue.group, [fill.key], prefix=False).states[0] == ABSENT:
+            elif self.tier.find(fill.queue.block_group, [fill.key], prefix=False).states[0] == ABSENT:
                 self._fail(fill, Result.GONE)
             else:
                 accepts_more = True
@@ -308,7 +306,7 @@ class Promotions:
 
     def _wait_or_fail(self, queue: FillQueue) -> None:
         """Have a queue wait for blocks that are pinned or being written; fail its fills if these are not the cause."""
-        cause = self._cache.space.no_space_cause(queue.namespace.group(queue.group.group_index))
+        cause = self._cache.space.no_space_cause(queue.group)
         if cause in ("pinned", "writing"):
             self._note_no_space(queue, NO_SPACE)
         else:
@@ -368,14 +366,14 @@ class Promotions:
         """Handle the end of a read: see the table of ``Fill``."""
         ticket, fill.ticket = fill.ticket, None  # a lookup may refer to the fill for some seconds more
         assert ticket is not None
-        was_given_up = self.reads.end(fill, fill.queue.group.nbytes if result is Result.DONE else 0)
+        was_given_up = self.reads.end(fill, fill.queue.block_group.nbytes if result is Result.DONE else 0)
         if result is Result.UNWANTED and fill.is_awaited():
             self._queue_again(fill, ticket)
         else:
             if not was_given_up:
                 self._count(fill.queue, under_way=-1)
             self._end_read(fill, ticket, result, block)
-        if self.reads.are_few(fill.queue.block_bytes):
+        if self.reads.are_few(fill.queue.group.block_bytes):
             self.pump(BEGUN_PER_END)
 
     def _queue_again(self, fill: Fill, ticket: FillTicket) -> None:
@@ -393,7 +391,7 @@ class Promotions:
         try:
             if is_ready := self._cache.stores.end_fill(ticket, first_blocks, checksums):
                 self.promoted_blocks += 1
-                self.promoted_bytes += fill.queue.group.nbytes
+                self.promoted_bytes += fill.queue.block_group.nbytes
                 for lease in fill.leases:
                     self._cache.leases.hold(lease, ticket.blocks)
                 self._promoted(self, int(ticket.blocks[0]))
@@ -416,7 +414,7 @@ class Promotions:
         if miss is MissReason.TIER_FAILED:
             self.failed_at = self._clock()
         self._settle(fill, miss)
-        self._cache.blocks.record_misses(fill.queue.namespace.group(fill.queue.group.group_index), fill.key, miss)
+        self._cache.blocks.record_misses(fill.queue.group, fill.key, miss)
 
     def _settle(self, fill: Fill, reason: int) -> None:
         """Count the key once for all lookups that asked for it, as found if it CAME or is IN_A_TIER, else as a miss.
@@ -428,7 +426,7 @@ class Promotions:
         for asked, position in askers:
             asked.set(position, bytes([reason]))
         if reason in (CAME, IN_A_TIER):
-            counters = fill.queue.namespace.counters
+            counters = fill.queue.group.namespace.counters
             if self.shared:
                 counters.found_shared += len(askers)
             else:
@@ -438,11 +436,11 @@ class Promotions:
             self._count(fill.queue, -1)
         for lease in fill.leases:
             lease.coming -= 1
-        keys = self._coming.get(fill.queue.group.tag, {})
+        keys = self._coming.get(fill.queue.block_group.tag, {})
         if keys.get(fill.key) is fill:
             del keys[fill.key]
             if not keys:
-                del self._coming[fill.queue.group.tag]
+                del self._coming[fill.queue.block_group.tag]
 
     def _count(self, queue: FillQueue, queued: int = 0, under_way: int = 0) -> None:
         """Count blocks that joined a queue or began, or left and ended if negative. Drop a queue that has none left."""
@@ -452,7 +450,7 @@ class Promotions:
             del self._queued_by[queue.first_lease.session]
         queue.under_way += under_way
         if queue.is_reserved:
-            self._count_reserved((queued + under_way) * queue.block_bytes)
+            self._count_reserved((queued + under_way) * queue.group.block_bytes)
         if not (queue.fills or queue.under_way):
             self._queues.pop(queue, None)
             if queue in queue.together:

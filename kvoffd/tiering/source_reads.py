@@ -69,7 +69,7 @@ class SourceReads:
 
     def begin(self, fill: Fill, ticket: FillTicket, on_end: ReadEnd) -> bool:
         """Begin a read into the slots of a ticket; return False if the tier does not accept it now."""
-        group = fill.queue.group
+        group = fill.queue.block_group
         if not self._tier.read(group, fill.key, ticket.offsets, self._patience_s, on_end, fill.is_awaited):
             return False
         fill.begun_at = self._clock()
@@ -78,7 +78,7 @@ class SourceReads:
         self.speed.begin(group.nbytes)
         fill.ticket = ticket
         self.under_way[fill] = None
-        self.under_way_bytes += fill.queue.block_bytes
+        self.under_way_bytes += fill.queue.group.block_bytes
         return True
 
     def end(self, fill: Fill, came_bytes: int) -> bool:
@@ -89,10 +89,10 @@ class SourceReads:
             self._turn_at = self._ended_at
         if was_given_up := fill in self.given_up:
             del self.given_up[fill]
-            self._count_given_up(-fill.queue.block_bytes)
+            self._count_given_up(-fill.queue.group.block_bytes)
         else:
             del self.under_way[fill]
-            self.under_way_bytes -= fill.queue.block_bytes
+            self.under_way_bytes -= fill.queue.group.block_bytes
         self.speed.end(came_bytes, len(self.under_way))
         return was_given_up
 
@@ -110,9 +110,9 @@ class SourceReads:
     def give_up(self, fill: Fill) -> None:
         """Give a read up. ``begin_turn`` follows the last one of those that are overdue."""
         del self.under_way[fill]
-        self.under_way_bytes -= fill.queue.block_bytes
+        self.under_way_bytes -= fill.queue.group.block_bytes
         self.given_up[fill] = None
-        self._count_given_up(fill.queue.block_bytes)
+        self._count_given_up(fill.queue.group.block_bytes)
 
     def begin_turn(self) -> None:
         """Begin the turn of the first read under way now."""

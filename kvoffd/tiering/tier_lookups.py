@@ -171,7 +171,7 @@ class TierLookups:
         ready_bytes = sum(one.count(READY) * group.block_bytes for one, group in zip(states, every, strict=True))
         # Earlier lookups under the same lease may have found the beginning of the prompt.
         held_bytes = max(ready_bytes, int(self._cache.blocks.pages[lease.blocks].sum()) * PAGE_BYTES)
-        held_bytes += sum(fill.queue.block_bytes for fill in self._awaits.get(lease, ()) if not fill.is_settled)
+        held_bytes += sum(fill.queue.group.block_bytes for fill in self._awaits.get(lease, ()) if not fill.is_settled)
         free_bytes = inf if asked is not None else self._cache.leases.leasable_bytes
         left_bytes = self._cache.leases.most_bytes - sum(one.reads.given_up_bytes for one in self._sources) - held_bytes
         lookup = _Lookup(lease, asked, sources, left_bytes, free_bytes)
@@ -321,7 +321,7 @@ class TierLookups:
                         return
                     lookup.free_bytes = inf
                 if (queue := queues.get(source)) is None:
-                    queue = queues[source] = FillQueue(lease, lease, group, source, block_bytes, together=together)
+                    queue = queues[source] = FillQueue(lease, lease, part.group, group, source, together=together)
                 if (fill := source.enqueue(queue, key)) is None:
                     lookup.mark(part, places[number:], MissReason.TIER_LATE)
                     return

@@ -199,7 +199,7 @@ class Tiering:
     def cancel_promotions(self, namespace: Namespace) -> None:
         for keys in list(self._coming.values()):
             for fill in list(keys.values()):
-                if fill.queue.namespace is not namespace:
+                if fill.queue.group.namespace is not namespace:
                     break  # all keys of a tag belong to one namespace
                 fill.queue.source.invalidate(fill, MissReason.INVALIDATED)
 

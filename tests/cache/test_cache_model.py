@@ -239,7 +239,7 @@ class CacheMachine(RuleBasedStateMachine):
         namespace, _, group = self.geometry(space, 0, group)
         names = self.names(space, group, chain)
         lacking = [n for n, name in enumerate(names) if self.state(name) == FREE and name not in names[:n]]
-        lacked = self.cache.stores.begin_fill(namespace, group, namespace.split(group, keys_of(*chain)))
+        lacked = self.cache.stores.begin_fill(namespace.group(group), namespace.split(group, keys_of(*chain)))
         tickets = {number: ticket for number, ticket in lacked.items() if ticket is not None}
         self.notice_what_went({names[number] for number in lacking})
         assert list(lacked) == lacking

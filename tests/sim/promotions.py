@@ -68,7 +68,7 @@ class PromotionWatch:
                     awaited = self._awaited.setdefault(fill, {})
                     awaited[lease] = surely or awaited.get(lease, False)
                     if surely:
-                        block_bytes[fill.queue.source] = fill.queue.block_bytes
+                        block_bytes[fill.queue.source] = fill.queue.group.block_bytes
         for source, nbytes in block_bytes.items():
             if source.reads.under_way:
                 silent_s = self._clock() - max(self._came_at[source], next(iter(source.reads.under_way)).begun_at)
@@ -82,7 +82,7 @@ class PromotionWatch:
         source = fill.queue.source
         self._begun += 1
         self._reads[fill] = self._begun
-        self._largest_bytes[source] = max(self._largest_bytes[source], fill.queue.group.nbytes)
+        self._largest_bytes[source] = max(self._largest_bytes[source], fill.queue.block_group.nbytes)
 
     def watched(self, on_end: ReadEnd) -> ReadEnd:
         """What a tier is to call that is about to read a block."""
@@ -111,7 +111,7 @@ class PromotionWatch:
             self._came_at[source] = now
         leases = [lease for lease, surely in self._awaited.pop(fill, {}).items() if surely]
         if self._cache.blocks.state[block] == READY:
-            waiting = [lease for lease in self._waiting(leases) if self._may_hold(lease, fill.queue.block_bytes)]
+            waiting = [lease for lease in self._waiting(leases) if self._may_hold(lease, fill.queue.group.block_bytes)]
             self._held.setdefault(block, set()).update(waiting)
             self._counts["promoted_awaited"] += bool(waiting)
 

@@ -110,7 +110,7 @@ def test_a_session_that_wants_very_much_leaves_a_part_of_the_queue_to_others(rig
     namespace, source, queued = rig.open(), rig.source, list[Fill | None]()
     lease, other = (Lease(number, number, namespace, 1000.0, np.empty(0, np.uint32)) for number in (1, 2))
     for one, count in ((lease, MAX_QUEUED), (other, MAX_QUEUED // 8)):
-        queue = FillQueue(one, one, rig.group(namespace), source, UNIT)
+        queue = FillQueue(one, one, namespace.group(0), rig.group(namespace), source)
         queued += [source.enqueue(queue, number.to_bytes(8, "big")) for number in range(count)]
     assert queued[:MAX_QUEUED].count(None) == pytest.approx(MAX_QUEUED / 4, abs=2)
     assert None not in queued[MAX_QUEUED:]
