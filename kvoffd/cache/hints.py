@@ -147,8 +147,9 @@ class HintedOrder:
         """Record that others than one giver's prompts use READY blocks. What was released is in the policy's order
         again."""
         self._askers.share(blocks)
-        for group, members in self._blocks.by_group(blocks[self._hint_of[blocks] == RELEASED]):
-            self._insert(group, members[self._unmark(group, members)])
+        if self._released:
+            for group, members in self._blocks.by_group(blocks[self._hint_of[blocks] == RELEASED]):
+                self._insert(group, members[self._unmark(group, members)])
 
     def wish(self, namespace: Namespace, session: int, giver: int, priority: int, ttl_s: float) -> Wish:
         """Return what ``retain`` needs for a hint."""

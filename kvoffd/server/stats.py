@@ -267,13 +267,13 @@ class Statistics:
                 breaker_trips=tier.breaker.opened,
                 promotions_failed=dict(source.failures),
                 promotions_unused=source.unused_blocks,
-                not_written=dict(writer.not_written),
+                not_written=dict(source.writer.not_written),
                 full=tier.lifetime_bytes > 0,
-                write_mode=writer.mode.value,
+                write_mode=source.writer.mode.value,
                 servers=[s.SharedServer(*server) for server in tier.servers],
                 unshared_namespaces=unshared,
             )
-            for source, writer in tiering.stores
+            for source in tiering.stores
             # A peer that only requests name is shown while it answers: they may name what is gone.
             if isinstance(tier := source.tier, SharedTier) and (tier.available() or not tier.only_named)
         ]

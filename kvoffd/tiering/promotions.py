@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from itertools import islice, takewhile
 from math import inf
+from typing import TYPE_CHECKING
 
 from kvoffd.cache.block_table import CAME, IN_A_TIER
 from kvoffd.cache.cache import Cache
@@ -18,6 +19,10 @@ from kvoffd.tiering.fills import Coming, Fill, FillQueue
 from kvoffd.tiering.source_reads import SourceReads
 from kvoffd.tiers.header import Block
 from kvoffd.tiers.tier import ABSENT, Result, Tier
+
+if TYPE_CHECKING:
+    from kvoffd.tiering.promoted_blocks import PromotedBlocks
+    from kvoffd.tiering.writer import Writer
 
 NO_SPACE, QUOTA, OVERDUE, SLOWER = "no_space", "quota", "overdue", "slower"
 """Reasons not to promote a block, besides tiers' results. ``slower``: computing it takes less time."""
@@ -59,10 +64,11 @@ class Promotions:
     Args:
         coming: the fills that lookups may wait for, shared by all sources.
         sources: all sources, this one included.
-        promoted: called with each promoted block.
+        promoted_blocks: hears of each promoted block.
         shared: whether other nodes use the source too.
 
     Attributes:
+        writer: writes blocks to the tier.
         reserved_bytes: pool bytes reserved for its queues: see ``FillQueue.is_reserved``. ``Leases.withheld_bytes`` is
             the sum of these and of ``SourceReads.given_up_bytes`` of all sources.
         ends_more: whether ``end_overdue`` has more to do now.
@@ -76,11 +82,13 @@ class Promotions:
         clock: Callable[[], float],
         coming: Coming,
         sources: Sequence[Promotions],
-        promoted: Callable[[Promotions, int], None],
+        writer: Writer,
+        promoted_blocks: PromotedBlocks,
         *,
         shared: bool,
     ) -> None:
         self.tier, self.shared, self._sources = tier, shared, sources
+        self.writer, self._promoted_blocks = writer, promoted_blocks
         self._cache, self._clock, self._patience_s, self._coming = cache, clock, settings.deadline_s, coming
         most_bytes = min(cache.slots.pool_bytes // 8, MAX_FILLING_BYTES)
         self.reads = SourceReads(tier, cache.leases, clock, settings.deadline_s, most_bytes)
@@ -97,7 +105,6 @@ class Promotions:
         """Promoted blocks that were evicted before they were loaded."""
         self.failures: Counter[str] = Counter()
         """Fills that failed, those that were settled before included, by reason: a ``Result``, or one of the above."""
-        self._promoted = promoted
         self._read_again_at = 0.0
         self._stopped = False
 
@@ -394,7 +401,9 @@ class Promotions:
                 self.promoted_bytes += fill.queue.block_group.nbytes
                 for lease in fill.leases:
                     self._cache.leases.hold(lease, ticket.blocks)
-                self._promoted(self, int(ticket.blocks[0]))
+                block_number = int(ticket.slots[0])
+                self.writer.was_read(block_number)
+                self._promoted_blocks.promoted(self, block_number)
         except BaseException:
             self._settle(fill, MissReason.TIER_FAILED)  # lookups must not wait for it
             raise

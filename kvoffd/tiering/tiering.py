@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -88,9 +88,9 @@ class Tiering:
         return self.sources[: len(self._disk_tiers)]
 
     @property
-    def stores(self) -> Iterable[tuple[Promotions, Writer]]:
-        """The sources that nodes share, with their writers."""
-        return zip(self.sources[len(self._disk_tiers) :], self.writers[1:], strict=True)
+    def stores(self) -> list[Promotions]:
+        """The sources that nodes share."""
+        return self.sources[len(self._disk_tiers) :]
 
     @property
     def disk_writer(self) -> Writer:
@@ -98,16 +98,17 @@ class Tiering:
 
     def add_store(self, tier: Tier, settings: TieringSettings) -> Promotions:
         """Add a store that nodes share, for blocks that neither the pool nor the earlier sources have."""
-        added, source = self._promoted_blocks.sources, self._make_source(tier, settings, shared=True)
-        number = len(added)
+        number, added = len(self._promoted_blocks.sources), self._promoted_blocks.sources
+        writer = self._make_writer([tier], settings, lambda: added[number : number + 1], shared=True)
+        source = self._make_source(tier, settings, writer, shared=True)
         added.append(source)
         self.sources.append(source)
-        self.writers.append(self._make_writer([tier], settings, lambda: added[number : number + 1], shared=True))
+        self.writers.append(writer)
         return source
 
     def add_disk(self, tier: Tier) -> Promotions:
         """Add a disk, before the stores. What fills may use of the pool is divided between all disks."""
-        source = self._make_source(tier, self._disk_settings, shared=False)
+        source = self._make_source(tier, self._disk_settings, self.disk_writer, shared=False)
         self._promoted_blocks.sources.append(source)
         self.sources.insert(len(self._disk_tiers), source)
         self._disk_tiers.append(tier)
@@ -116,8 +117,8 @@ class Tiering:
             one.reads.most_bytes = whole_bytes // len(self._disk_tiers)
         return source
 
-    def _make_source(self, tier: Tier, settings: TieringSettings, *, shared: bool) -> Promotions:
-        parts = self._cache, self._clock, self._coming, self.sources, self._promoted
+    def _make_source(self, tier: Tier, settings: TieringSettings, writer: Writer, *, shared: bool) -> Promotions:
+        parts = self._cache, self._clock, self._coming, self.sources, writer, self._promoted_blocks
         return Promotions(tier, settings, *parts, shared=shared)
 
     def _make_writer(
@@ -132,15 +133,10 @@ class Tiering:
 
     def replace_source(self, source: Promotions, settings: TieringSettings) -> Promotions:
         """Replace an idle source whose tier serves another peer from now on, of which nothing is known yet."""
-        new = self._make_source(source.tier, settings, shared=source.shared)
+        new = self._make_source(source.tier, settings, source.writer, shared=source.shared)
         self._promoted_blocks.replace_source(source, new)
         self.sources[self.sources.index(source)] = new
         return new
-
-    def _promoted(self, source: Promotions, block: int) -> None:
-        at = 1 + self.sources.index(source) - len(self._disk_tiers)
-        self.writers[max(0, at)].was_read(block)
-        self._promoted_blocks.promoted(source, block)
 
     # --- what the cache calls: see TierHooks -----------------------------------------------------
 

@@ -154,12 +154,12 @@ def block_group_of(group: Group) -> BlockGroup:
     return make_block_group(group.namespace.fingerprint, group.namespace.generation, group.index, group.lengths)
 
 
-def writes_of(cache: Cache, group: Group, blocks: BlockIds) -> list[BlockWrite]:
-    """Return the writes of READY blocks, except those without a checksum, or with wrong bytes."""
+def writes_of(cache: Cache, group: Group, blocks: BlockIds, keys: Sequence[bytes]) -> list[BlockWrite]:
+    """Return the writes of READY blocks with these keys, except those without a checksum, or with wrong bytes."""
     slots = cache.blocks.slots(blocks, len(group.sizes))
     records = cache.table.records[slots]
     bad = ((records["checksum"] == 0) | (cache.blocks.shard[slots] & CORRUPT != 0)).any(axis=1)
-    keys, block_group = cache.blocks.split_keys(blocks, group.key_bytes), block_group_of(group)
+    block_group = block_group_of(group)
     columns = bad, records["first_block"], records["checksum"], cache.slots.offsets(slots)
     return [
         BlockWrite(blocks[at : at + 1], Block(block_group, key, tuple(firsts), tuple(sums)), offsets)
@@ -449,9 +449,9 @@ class Writer:
         batch = dict(islice(self.waiting.items(), MAX_BEGUN))
         chosen: dict[int, BlockWrite] = {}
         for group, members in self._cache.blocks.by_group(self._still_ready(batch)):
-            blocks, _ = self._unwritten(group, members)
+            blocks, keys = self._unwritten(group, members)
             if blocks.size:
-                chosen |= {write.number: write for write in writes_of(self._cache, group, blocks)}
+                chosen |= {write.number: write for write in writes_of(self._cache, group, blocks, keys)}
         for block in batch:
             if block not in chosen:
                 del self.waiting[block]

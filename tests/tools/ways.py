@@ -293,7 +293,7 @@ def redis_promotion(daemon: Daemon) -> None:
     assert daemon.tiering is not None
     key, lease = daemon.write(), next(daemon.numbers)
     daemon.evict(key)
-    ((source, _),) = daemon.tiering.stores
+    (source,) = daemon.tiering.stores
     assert isinstance(source.tier, SharedTier)
     source.tier._answers.clear()
     wait_until(lambda: source.tier.idle, DEADLINE_S)
