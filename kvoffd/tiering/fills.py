@@ -52,7 +52,7 @@ class FillQueue:
 
 @dataclass(slots=True, eq=False)
 class Fill:
-    """A block that a lookup requested and a tier has. It is settled once: ``Promotions._settle`` counts its key for all
+    """A block that a lookup requested and a tier has. It is settled once: ``Promotions.settle`` counts its key for all
     lookups that asked for it, and none waits for it any more.
 
     | event                           | method              | counted as        | its slots             |
@@ -64,7 +64,7 @@ class Fill:
     | no space; it has left the tier  | _fail               | miss, by reason   | none                  |
     | the read fails                  | _end_read, _fail    | miss, by Result   | freed                 |
     | the read is overdue             | _give_up_overdue    | miss, TIER_LATE   | freed when it ends    |
-    | its key was removed             | invalidate          | miss, by reason   | freed when it ends    |
+    | its key was removed             | settle              | miss, by reason   | freed when it ends    |
 
     What nobody waits for counts as found because the tier has it: the engine reports why it did not load it.
     A read that ends after its fill was settled changes nothing but its slots. One that ends as UNWANTED although a

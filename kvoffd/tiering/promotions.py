@@ -170,14 +170,10 @@ class Promotions:
         self._count(queue, 1)
         return fill
 
-    def invalidate(self, fill: Fill, why: MissReason) -> None:
-        """Settle a fill whose key was removed. A running read ends without effect: the cache dropped its block."""
-        self._settle(fill, why)
-
     def drop_unawaited(self, queue: FillQueue) -> None:
         """Remove blocks for which nobody waits from the queue, so that they are not read."""
         for fill in [fill for fill in queue.fills if not fill.leases]:
-            self._settle(fill, IN_A_TIER)  # the engine reports why it is not loaded
+            self.settle(fill, IN_A_TIER)  # the engine reports why it is not loaded
 
     def pump(self, most: int = MAX_BEGUN) -> None:
         """Begin up to ``most`` fills that may begin now. Queues without space are passed over."""
@@ -283,7 +279,7 @@ class Promotions:
         try:
             for number, fill in enumerate(batch):
                 if number not in tickets:  # the pool has the block by now
-                    self._settle(fill, CAME)
+                    self.settle(fill, CAME)
                 elif (ticket := tickets[number]) is None:
                     has_space = False
                 elif not not_begun and self.reads.begin(fill, ticket, partial(self._on_end, fill)):
@@ -405,12 +401,12 @@ class Promotions:
                 self.writer.was_read(block_number)
                 self._promoted_blocks.promoted(self, block_number)
         except BaseException:
-            self._settle(fill, MissReason.TIER_FAILED)  # lookups must not wait for it
+            self.settle(fill, MissReason.TIER_FAILED)  # lookups must not wait for it
             raise
         if is_ready:
-            self._settle(fill, CAME)
+            self.settle(fill, CAME)
         elif result is Result.UNWANTED:
-            self._settle(fill, IN_A_TIER)
+            self.settle(fill, IN_A_TIER)
         elif not fill.is_settled:
             self._fail(fill, Result.CORRUPT if result is Result.DONE else result)
 
@@ -422,12 +418,13 @@ class Promotions:
         miss = MISSES.get(reason, MissReason.TIER_FAILED)
         if miss is MissReason.TIER_FAILED:
             self.failed_at = self._clock()
-        self._settle(fill, miss)
+        self.settle(fill, miss)
         self._cache.blocks.record_misses(fill.queue.group, fill.key, miss)
 
-    def _settle(self, fill: Fill, reason: int) -> None:
+    def settle(self, fill: Fill, reason: int) -> None:
         """Count the key once for all lookups that asked for it, as found if it CAME or is IN_A_TIER, else as a miss.
-        None waits for it any more. It is not begun. A fill that was settled before stays as it is."""
+        None waits for it any more. It is not begun; a read of it that runs, as when its key is removed, ends without
+        effect. A fill that was settled before stays as it is."""
         if fill.is_settled:
             return
         fill.is_settled = True

@@ -97,8 +97,8 @@ class SourceReads:
         return was_given_up
 
     def overdue(self, most: int) -> list[Fill]:
-        """Return reads to give up, at most so many: the one whose turn it is, if that has taken too long; if nothing
-        has ended in its turn, all reads that are as old."""
+        """Return reads to give up: the first one, if its turn has taken too long; and if nothing has ended in its turn,
+        all reads that are as old, up to ``most``."""
         now = self._clock()
         if not self.under_way or now - self._turn_at < self._patience_s:
             return []

@@ -44,7 +44,8 @@ class Tiering:
     |--------------------|----------------------------------------------------------------------------------------|
     | ``TierLookups``    | which keys are in a tier, which of these are requested, and the leases that await them |
     | ``UnansweredKeys`` | keys that stores are being asked for, until they are counted                           |
-    | ``Promotions``     | of each source, the requested blocks on their way to the pool                          |
+    | ``Promotions``     | of each source, the requested blocks on their way to the pool; those that are being    |
+    |                    | read are in ``SourceReads``                                                            |
     | ``PromotedBlocks`` | those that have come, until they are loaded                                            |
     | ``Writer``         | of all disks, and of each store, the blocks on their way down                          |
 
@@ -186,7 +187,7 @@ class Tiering:
         single_keys, block_group = namespace.split(group, keys), block_group_of(namespace.group(group))
         coming = self._coming.get(block_group.tag, {})
         for fill in [coming[key] for key in single_keys if key in coming]:
-            fill.queue.source.invalidate(fill, why)
+            fill.queue.source.settle(fill, why)
         for source in self.sources:
             # Other nodes use a store's blocks; bytes that are wrong here are not wrong there.
             if not source.shared or why is not MissReason.CORRUPT:
@@ -197,7 +198,7 @@ class Tiering:
             for fill in list(keys.values()):
                 if fill.queue.group.namespace is not namespace:
                     break  # all keys of a tag belong to one namespace
-                fill.queue.source.invalidate(fill, MissReason.INVALIDATED)
+                fill.queue.source.settle(fill, MissReason.INVALIDATED)
 
     # --- what the daemon calls -------------------------------------------------------------------
 

@@ -365,7 +365,8 @@ class Writer:
         """Count blocks that left the pool and are in no tier."""
         evicted, self._evicted = self._evicted, []
         for group, keys, reasons in evicted:
-            self.not_written += Counter(compress(reasons, self._is_wanted(group, keys)))
+            if self._takes(group):
+                self.not_written += Counter(compress(reasons, self._are_wanted(group, keys)))
 
     def _look_at_cold_end(self, before: dict[int, tuple[int, str]]) -> None:
         """Examine blocks that are next to be evicted. ``before``: ``_rejected`` as of the last tick."""
@@ -499,20 +500,19 @@ class Writer:
             group.retired or namespace.of_bench or self._leaves_out(namespace.fingerprint)
         )
 
-    def _is_wanted(self, group: Group, keys: Sequence[bytes]) -> npt.NDArray[np.bool_]:
-        """Return which keys are in no tier, are not being written to one, and should be."""
-        wanted = np.full(len(keys), self._takes(group))
-        if keys:
-            for tier in self._tiers:
-                wanted &= tier.wants(block_group_of(group), keys)
+    def _are_wanted(self, group: Group, keys: Sequence[bytes]) -> npt.NDArray[np.bool_]:
+        """Return which keys of a group that is written are in no tier, and are not being written to one."""
+        wanted, block_group = np.ones(len(keys), np.bool_), block_group_of(group)
+        for tier in self._tiers:
+            wanted &= tier.wants(block_group, keys)
         return wanted
 
     def _unwritten(self, group: Group, blocks: BlockIds) -> tuple[BlockIds, list[bytes]]:
-        """Return the blocks that are ``_is_wanted`` and not being written, and their keys."""
+        """Return the blocks that are written, in no tier and not being written, and their keys."""
         if not blocks.size or not self._takes(group):
             return blocks[:0], []
         keys = self._cache.blocks.split_keys(blocks, group.key_bytes)
-        wanted = self._is_wanted(group, keys) & [block not in self.under_way for block in blocks.tolist()]
+        wanted = self._are_wanted(group, keys) & [block not in self.under_way for block in blocks.tolist()]
         return blocks[wanted], [keys[at] for at in np.flatnonzero(wanted).tolist()]
 
     @property
