@@ -126,7 +126,8 @@ class Cache:
         if is_new := lease is None:
             lease = Lease(lease_id, session, namespace, self._clock() + self.leases.ttl_s, NO_BLOCKS)
             lease.counts_at_end = not (again or reported)
-        lease.ask_again()
+        else:
+            lease.ask_again()
         lease.peer = peer
         its = namespace.groups
         if self.life.unswept:

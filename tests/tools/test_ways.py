@@ -7,7 +7,7 @@ import pytest
 from tests.tools.ways import WAYS, go
 
 MOST = {
-    "lookup": (27, 20),
+    "lookup": (26, 19),
     "store": (50, 36),
     "reset": (44, 26),
     "disk-write": (78, 50),
