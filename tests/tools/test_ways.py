@@ -9,6 +9,9 @@ from tests.tools.ways import WAYS, go
 MOST = {
     "lookup": (26, 19),
     "store": (50, 36),
+    "store-end": (20, 15),
+    "load": (14, 9),
+    "load-end": (20, 15),
     "reset": (44, 26),
     "disk-write": (78, 50),
     "promotion": (104, 76),

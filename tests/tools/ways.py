@@ -185,25 +185,31 @@ class Daemon:
 
         return asked
 
-    def submit(self) -> tuple[bytes, Callable[[], None]]:
-        """Return a new key, and what begins to store it. There is no reply."""
+    def submit(self, key: bytes, *lease_id: int) -> Callable[[], None]:
+        """Return what begins to store a key, or to load it under a lease. There is no reply."""
         number = next(self.numbers)
-        key = number.to_bytes(len(KEY), "big")
-        job = Job(number, [GroupTransfer.of([key], [0])])
+        job = Job(number, [GroupTransfer.of([key], [0])], *lease_id)
         frame = codec.encode(submit_of(number, REGISTRATION, len(KEY), [job]))
-        return key, partial(self.service.handle, self.worker.route, frame)
+        return partial(self.service.handle, self.worker.route, frame)
 
-    def end_copy(self) -> None:
+    def key(self) -> bytes:
+        """Return a new key."""
+        return next(self.numbers).to_bytes(len(KEY), "big")
+
+    def copy(self) -> None:
+        """Do of a copy what comes before its end: a store's checksums."""
         if (checksums := self.bench.copies[0].checksums) is not None:
             for part in checksums.unread_parts():
                 checksums.read(part)
+
+    def end_copy(self) -> None:
         self.bench.end_copy()
         self.service.outgoing()
 
     def store(self) -> bytes:
         """Store a block. Returns its key."""
-        key, submit = self.submit()
-        submit()
+        self.submit(key := self.key())()
+        self.copy()
         self.end_copy()
         return key
 
@@ -213,10 +219,13 @@ class Daemon:
         while self.cache.namespaces[NAMESPACE].counters.evicted_blocks == evicted:
             self.store()
 
-    def lookup(self, key: bytes, lease: int, *, again: bool = False) -> Callable[[], None]:
-        """Return what looks a key up. The lease is this number of the scheduler's."""
-        lease_id = self.scheduler.id << 32 | lease
-        return self.ask(self.scheduler, m.Lookup(lease, NAMESPACE, lease_id, [m.GroupKeys(0, key)], again=again))
+    def lease(self) -> int:
+        """Return a new lease's id."""
+        return self.scheduler.id << 32 | next(self.numbers)
+
+    def lookup(self, key: bytes, lease_id: int, *, again: bool = False) -> Callable[[], None]:
+        """Return what looks a key up."""
+        return self.ask(self.scheduler, m.Lookup(1, NAMESPACE, lease_id, [m.GroupKeys(0, key)], again=again))
 
     def is_ready(self, key: bytes) -> bool:
         namespace = self.cache.namespaces[NAMESPACE]
@@ -239,8 +248,8 @@ class Daemon:
         """Store a block, and have it written to the tier. Returns its key."""
         assert self.tiering is not None
         writer = next(writer for writer in self.tiering.writers if writer.available)
-        key, submit = self.submit()
-        submit()
+        self.submit(key := self.key())()
+        self.copy()
         self.recorder.take()
         written = writer.written_blocks
         self.recorder.step(self.end_copy, "Tiering.stored")
@@ -254,7 +263,7 @@ class Daemon:
 
 def lookup(daemon: Daemon) -> None:
     """A lookup that hits, from its frame to the reply."""
-    look_up = daemon.lookup(daemon.store(), next(daemon.numbers))
+    look_up = daemon.lookup(daemon.store(), daemon.lease())
     daemon.service.after_send()
     daemon.recorder.step(look_up)
 
@@ -262,9 +271,33 @@ def lookup(daemon: Daemon) -> None:
 def store(daemon: Daemon) -> None:
     """A store that evicts, from its frame until its copy is queued."""
     daemon.fill()
-    _, submit = daemon.submit()
-    daemon.recorder.step(submit)
+    daemon.recorder.step(daemon.submit(daemon.key()))
     daemon.end_copy()
+
+
+def store_end(daemon: Daemon) -> None:
+    """The end of a store, from that of its copy to its result and KV event."""
+    daemon.submit(daemon.key())()
+    daemon.copy()
+    daemon.recorder.step(daemon.end_copy)
+
+
+def load(daemon: Daemon) -> None:
+    """A load, from its frame until its copy is queued."""
+    key, lease_id = daemon.store(), daemon.lease()
+    daemon.lookup(key, lease_id)()
+    daemon.service.after_send()
+    daemon.recorder.step(daemon.submit(key, lease_id))
+    daemon.end_copy()
+
+
+def load_end(daemon: Daemon) -> None:
+    """The end of a load, from that of its copy to its result. It ends the lease."""
+    key, lease_id = daemon.store(), daemon.lease()
+    daemon.lookup(key, lease_id)()
+    daemon.service.after_send()
+    daemon.submit(key, lease_id)()
+    daemon.recorder.step(daemon.end_copy)
 
 
 def reset(daemon: Daemon) -> None:
@@ -280,10 +313,10 @@ def disk_write(daemon: Daemon) -> None:
 
 def promotion(daemon: Daemon) -> None:
     """A promotion from a disk, from the lookup that does not find the key in the pool until the block is READY."""
-    key, lease = daemon.write(), next(daemon.numbers)
+    key, lease_id = daemon.write(), daemon.lease()
     daemon.evict(key)
     daemon.recorder.take()
-    daemon.recorder.step(daemon.lookup(key, lease), "TierLookups.find")
+    daemon.recorder.step(daemon.lookup(key, lease_id), "TierLookups.find")
     daemon.recorder.step(daemon.service.after_send, "Tiering.pump")
     daemon.deliver(lambda: daemon.is_ready(key))
 
@@ -291,17 +324,17 @@ def promotion(daemon: Daemon) -> None:
 def redis_promotion(daemon: Daemon) -> None:
     """A promotion from Redis, from the lookup that asks it, and the same again once it has answered."""
     assert daemon.tiering is not None
-    key, lease = daemon.write(), next(daemon.numbers)
+    key, lease_id = daemon.write(), daemon.lease()
     daemon.evict(key)
     (source,) = daemon.tiering.stores
     assert isinstance(source.tier, SharedTier)
     source.tier._answers.clear()
     wait_until(lambda: source.tier.idle, DEADLINE_S)
     daemon.recorder.take()
-    daemon.recorder.step(daemon.lookup(key, lease), "TierLookups.find")
+    daemon.recorder.step(daemon.lookup(key, lease_id), "TierLookups.find")
     found = source.tier.counters.found_keys
     daemon.deliver(lambda: source.tier.counters.found_keys > found)
-    daemon.recorder.step(daemon.lookup(key, lease, again=True), "TierLookups.find")
+    daemon.recorder.step(daemon.lookup(key, lease_id, again=True), "TierLookups.find")
     daemon.recorder.step(daemon.service.after_send, "Tiering.pump")
     daemon.deliver(lambda: daemon.is_ready(key))
 
@@ -366,6 +399,9 @@ def with_redis() -> Iterator[Daemon]:
 WAYS = {
     "lookup": (without_tiers, lookup),
     "store": (without_tiers, store),
+    "store-end": (without_tiers, store_end),
+    "load": (without_tiers, load),
+    "load-end": (without_tiers, load_end),
     "reset": (without_tiers, reset),
     "disk-write": (with_disk, disk_write),
     "promotion": (with_disk, promotion),
