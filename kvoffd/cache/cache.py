@@ -297,7 +297,7 @@ class Cache:
 
     def end_session(self, session: int) -> int:
         """End all leases of a closed session, and count its prompts later. Returns how many leases ended."""
-        self.prompts.session_ended(session)
+        self.prompts.uncounted.session_ended(session)
         return self.leases.end_session(session)
 
     def tick(self) -> int:
@@ -317,12 +317,12 @@ class Cache:
         more = self.order.set_aside_some()
         if self.leases.has_to_unpin:
             self.leases.unpin_some()
-        elif self.prompts.have_ended:
+        elif self.prompts.uncounted.has_ended:
             self.prompts.count_some_ended()
         elif self.life.unswept:
             group = next(iter(self.life.unswept.values()))
             self.life.sweep([group], max(1, self.swept_at_once // len(group.sizes)))
-        return bool(more or self.leases.has_to_unpin or self.prompts.have_ended or self.life.unswept)
+        return bool(more or self.leases.has_to_unpin or self.prompts.uncounted.has_ended or self.life.unswept)
 
     # --- facts ----------------------------------------------------------------------------------
 

@@ -39,6 +39,7 @@ class Prompts:
 
     Attributes:
         watchers: called by ``report`` with the chains of each lookup, after the policy.
+        uncounted: prompts that wait for their engines' reports.
         curve: learns what prompts asked for, and which keys the first rank offers for storing; None if nothing does.
     """
 
@@ -48,7 +49,7 @@ class Prompts:
         self.curve: HitRatioCurve | None = None
         self._looked_up: deque[_LookedUp] = deque()
         """The oldest first."""
-        self._uncounted = UncountedPrompts()
+        self.uncounted = UncountedPrompts()
         self._uncounted_loads = UncountedLoads()
         self._computing = Computing(clock)
 
@@ -78,7 +79,7 @@ class Prompts:
                 chains.append(chain)
         counters.asked_tokens += tokens
         if reported:
-            for prompt in self._uncounted.add(lease.session, lease.lease_id, asked):
+            for prompt in self.uncounted.add(lease.session, lease.lease_id, asked):
                 self._count(prompt, None)
         if chains:
             self._looked_up.append(_LookedUp(namespace, chains, asked, prompt_hash, reported))
@@ -128,7 +129,7 @@ class Prompts:
 
         Returns the keys that were counted.
         """
-        parts = self._uncounted.take(session, lease_id)
+        parts = self.uncounted.take(session, lease_id)
         self._count(parts, outcome)
         return parts
 
@@ -161,16 +162,7 @@ class Prompts:
             self._computing.asked(chain.group, keys, reasons, asked.prompt_hash)
         asked.missed(first, bytes(reasons))
 
-    def session_ended(self, session: int) -> None:
-        """Leave the prompts of a session that is gone to ``count_some_ended``."""
-        self._uncounted.session_ended(session)
-
-    @property
-    def have_ended(self) -> bool:
-        """Whether ``count_some_ended`` has any."""
-        return self._uncounted.has_ended
-
     def count_some_ended(self) -> None:
         """Count some prompts of sessions that are gone: what they found was not needed."""
-        for prompt in self._uncounted.take_some():
+        for prompt in self.uncounted.take_some():
             self._count(prompt, None)

@@ -208,7 +208,8 @@ class BlockStores:
                 if left and (prompts == prompts[0]).all():  # otherwise other prompts may still get some
                     no_space_score = limit
             if left:
-                is_outranked = max(limit, no_space_score) < inf and self._space.are_evictable(int(prompts.max()))
+                is_limited, newest = max(limit, no_space_score) < inf, int(prompts.max())
+                is_outranked = is_limited and self._space.victims.are_evictable(newest)
                 lost = ticket.rejected if score == REJECTED or is_outranked else ticket.no_space
                 lost += left
             begin = end

@@ -481,8 +481,8 @@ class CacheMachine(RuleBasedStateMachine):
         own = [number for number, lease in self.leases.items() if lease.session == session]
         assert self.cache.end_session(session) == len(own)
         self.end_leases(own)
-        while self.cache.prompts._uncounted.has_ended:
-            for prompt in self.cache.prompts._uncounted.take_some():
+        while self.cache.prompts.uncounted.has_ended:
+            for prompt in self.cache.prompts.uncounted.take_some():
                 self.cache.prompts._count(prompt, None)
         for name in [name for name in self.unreported if name[0] == session]:
             namespace, asked = self.unreported.pop(name)

@@ -123,7 +123,7 @@ def test_what_comes_too_late_is_late_and_what_is_behind_it_in_the_pool_is_not(
     rig.put(rig.space, keys_of(2))
     rig.put_in_tier(rig.space, keys_of(1, 3))
     rig.ask(1)
-    assert rig.cache.prompts._uncounted._by_lease[1, 1][0].sources == (rig.tier.name,)
+    assert rig.cache.prompts.uncounted._by_lease[1, 1][0].sources == (rig.tier.name,)
     if outcome:
         rig.finish_promotions()
     assert rig.count(1, **outcome) == [MissReason.TIER_LATE, MissReason.AFTER_GAP, MissReason.TIER_LATE]
@@ -161,7 +161,7 @@ def test_a_tier_that_is_down_is_the_reason_of_what_is_not_there(rig: Rig, report
     if reported:
         rig.ask(1)
         rig.store.answer()
-        assert rig.cache.prompts._uncounted._by_lease[1, 1][0].down == (tier.name,)
+        assert rig.cache.prompts.uncounted._by_lease[1, 1][0].down == (tier.name,)
         assert rig.count(1) == expected
         rig.ask(2)
         rig.store.answer()
@@ -177,7 +177,7 @@ def test_a_place_that_has_no_peer_is_no_tier_that_is_down(rig: Rig) -> None:
     """Of a peers' network it has no name, and a prompt that names no peer has none either."""
     rig.store.only_named, rig.store.name, rig.store.hangs = True, "", True
     rig.ask(1)
-    assert rig.cache.prompts._uncounted._by_lease[1, 1][0].down == ()
+    assert rig.cache.prompts.uncounted._by_lease[1, 1][0].down == ()
     assert rig.count(1) == [MissReason.UNKNOWN] * 3
 
 
@@ -187,7 +187,7 @@ def test_a_store_that_has_answered_since_is_not_down(rig: Rig, monkeypatch: pyte
     rig.ask(1)
     monkeypatch.setattr(rig.store, "is_down", lambda: False)
     rig.store.answer()
-    assert rig.cache.prompts._uncounted._by_lease[1, 1][0].down == ()
+    assert rig.cache.prompts.uncounted._by_lease[1, 1][0].down == ()
     assert rig.count(1) == [MissReason.UNKNOWN] * 3
 
 
