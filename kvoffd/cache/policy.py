@@ -37,7 +37,7 @@ class Chain(NamedTuple):
 
 
 class Admission(NamedTuple):
-    """What a policy says of keys that a store offers."""
+    """A policy's answer to a store that offers keys."""
 
     runs: Sequence[tuple[int, float]]
     """Lengths of the runs that the keys are split into, and the score of each one's keys, perhaps REJECTED: only blocks

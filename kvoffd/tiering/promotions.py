@@ -139,7 +139,7 @@ class Promotions:
         nbytes = sum((len(queue.fills) + queue.under_way) * queue.group.block_bytes for queue in ahead)
         if ahead:  # fills behind the last awaited one do not count
             behind = takewhile(lambda fill: fill not in awaited, reversed(ahead[-1].fills))
-            nbytes -= sum(1 for _ in behind) * ahead[-1].block_bytes
+            nbytes -= sum(1 for _ in behind) * ahead[-1].group.block_bytes
         # Who has no space is expected to wait as long again as so far.
         now, since = self._clock(), (queue.no_space_since for queue in its_queues)
         blocked_s = max((now - at for at in since if at is not None), default=0.0)
