@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from kvoffd.cache.block_table import BlockIds, packed
 from kvoffd.cache.namespace import Group
-from kvoffd.cache.policy import GHOST_DIVISOR, AdmitsAll, Chain
+from kvoffd.cache.policy import GHOST_DIVISOR, Admission, AdmitsAll, Chain
 from kvoffd.system.native import CHAR_P, COUNT, ITEMS, KEYS, NUMBER, VOID_P, declare, native
 
 declare(
@@ -50,7 +50,7 @@ class Arc(AdmitsAll):
         for chain in chains:
             self._native.arc_use(self._at, packed(chain.ready), len(chain.ready))
 
-    def admit(self, group: Group, keys: bytes, starts: Sequence[int]) -> Sequence[tuple[int, float]]:
+    def admit(self, group: Group, keys: bytes, starts: Sequence[int]) -> Admission:
         self._native.arc_offer(self._at, group.number, keys, len(keys) // group.key_bytes, group.key_bytes)
         return super().admit(group, keys, starts)
 

@@ -85,7 +85,6 @@ class BlockLife:
 
     Attributes:
         tiers: the tiers below the pool; None if there are none.
-        groups: groups whose blocks have slots, and the current ones of all namespaces, by number.
         order: the order of eviction of READY blocks.
         unswept: retired groups that may have blocks in the index, by number.
         partial: WRITING blocks of which no shard is being written, also of retired groups, with the time when that
@@ -106,8 +105,7 @@ class BlockLife:
     ) -> None:
         self.slots, self.blocks = slots, blocks
         self.tiers: TierHooks | None = None
-        self.groups: dict[int, Group] = {}
-        self.order = HintedOrder(policy, blocks, self.groups, quotas, clock, slots.pool_bytes)
+        self.order = HintedOrder(policy, blocks, quotas, clock, slots.pool_bytes)
         self.unswept: dict[int, Group] = {}
         self.partial: dict[int, float] = {}
         self.quarantined_slots = self.quarantined_bytes = 0
@@ -126,16 +124,8 @@ class BlockLife:
         pinned = self.blocks.pinned_bytes, self.blocks.pinned_blocks
         return PoolUsage(self.slots.free_bytes, writing, ready, dropped, self.quarantined_bytes, *pinned)
 
-    def by_group(self, blocks: BlockIds) -> list[tuple[Group, BlockIds]]:
-        """Group blocks, which have slots, by their group; each keeps its order."""
-        return self.blocks.by_group(blocks, self.groups)
-
     def group_of(self, slot: int) -> Group:
-        return self.groups[int(self.blocks.group[slot])]
-
-    def add_groups(self, groups: Iterable[Group]) -> None:
-        """Add a namespace's new groups, which have no blocks yet."""
-        self.groups.update((group.number, group) for group in groups)
+        return self.blocks.groups[int(self.blocks.group[slot])]
 
     # --- from FREE to READY ---------------------------------------------------------------------
 
@@ -245,7 +235,7 @@ class BlockLife:
         """Add READY blocks that are in the BlockTable and the allocator, the least recently used first, and quarantined
         slots. Call ``announce_recovered`` afterwards."""
         for begin in range(0, len(blocks), RECOVERED_AT_ONCE):
-            for group, members in self.by_group(blocks[begin : begin + RECOVERED_AT_ONCE]):
+            for group, members in self.blocks.by_group(blocks[begin : begin + RECOVERED_AT_ONCE]):
                 self.blocks.add_recovered(group, members)
                 self.order.insert(group, members, self.blocks.keys(members, group.key_bytes))
                 self.order.share(members)
@@ -260,7 +250,7 @@ class BlockLife:
         batch, self._to_announce = self._to_announce[-RECOVERED_AT_ONCE:], self._to_announce[:-RECOVERED_AT_ONCE]
         batch = batch[self.unannounced[batch]]
         self.unannounced[batch] = False
-        for group, members in self.by_group(batch):
+        for group, members in self.blocks.by_group(batch):
             if not group.retired:
                 keys = self.blocks.split_keys(members, group.key_bytes)
                 self._events.stored(group.namespace, group.index, keys[::-1])
@@ -272,14 +262,14 @@ class BlockLife:
         """Evict READY, unpinned blocks."""
         if self.tiers is not None and blocks.size:
             self.tiers.evicted(blocks)
-        for group, members in self.by_group(blocks):
+        for group, members in self.blocks.by_group(blocks):
             if not group.retired:
                 group.namespace.counters.evicted_blocks += len(members)
             self._remove(group, READY, members, reason)
 
     def drop(self, blocks: BlockIds | Sequence[int], reason: MissReason) -> None:
         """Take WRITING and READY blocks out of the index. Their slots return once nothing uses them."""
-        for group, members in self.by_group(np.asarray(blocks, np.uint32)):
+        for group, members in self.blocks.by_group(np.asarray(blocks, np.uint32)):
             if not group.retired:  # otherwise counted when it was reset
                 group.namespace.counters.invalidated_blocks += len(members)
             for state in (READY, WRITING):
@@ -287,7 +277,7 @@ class BlockLife:
 
     def drop_partial(self, blocks: Sequence[int]) -> None:
         """Drop blocks that lack a shard which was not stored in time."""
-        for group, members in self.by_group(np.array(blocks, np.uint32)):
+        for group, members in self.blocks.by_group(np.array(blocks, np.uint32)):
             if not group.retired:
                 group.namespace.counters.partial_blocks += len(members)
             self.drop(members, MissReason.PARTIAL)
@@ -300,7 +290,7 @@ class BlockLife:
             self.unswept[group.number] = group
         self.blocks.retire(group)
         if not group.by_state.blocks[DROPPED]:
-            del self.groups[group.number]
+            del self.blocks.groups[group.number]
 
     def sweep(self, groups: Iterable[Group], count: int) -> int:
         """Take up to ``count`` blocks of retired groups out of the index. Returns how many."""
@@ -388,7 +378,7 @@ class BlockLife:
 
     def _return_dropped(self, blocks: BlockIds) -> None:
         """Return the slots of DROPPED blocks that are not in use."""
-        for group, members in self.by_group(blocks):
+        for group, members in self.blocks.by_group(blocks):
             self._return_slots(group, *self.blocks.end_dropped(group, members))
 
     def _return_slots(self, group: Group, slots: SlotIds, corrupt: int) -> None:
@@ -400,7 +390,7 @@ class BlockLife:
         if slots.size:
             self.slots.free(slots)
         if group.retired and not group.by_state.blocks[DROPPED]:
-            del self.groups[group.number]
+            del self.blocks.groups[group.number]
 
     def _quarantine(self, slots: SlotIds) -> None:
         self.quarantined_slots += len(slots)

@@ -185,6 +185,8 @@ class BlockTable(Structure):
         """[blocks] shards that are not written."""
         self.group = np.zeros(slots, np.uint32)
         """[slots] number of the slot's group (see ``namespace.Group``)."""
+        self.groups: dict[int, Group] = {}
+        """Groups whose blocks have slots, and the current ones of all namespaces, by number."""
         self.next = np.zeros(slots, np.uint32)
         """[slots] slot of the next rank; that of the last rank is the block's first."""
         self.pages = np.zeros(slots, np.uint32)
@@ -210,19 +212,14 @@ class BlockTable(Structure):
         self._capacity = 0
         self._grow(512)
 
-    def _grow(self, count: int) -> None:
-        """Make the buffers hold this many numbers, and as many keys."""
-        if count <= self._capacity:
-            return
-        # Twice as many, because later calls are likely to need as many.
-        buffers = np.empty(4 * count, np.uint32), np.empty(128 * count, np.uint8), np.empty(2 * count, np.uint64)
-        self._numbers, self._bytes, self._offsets = buffers  # all, or none if one allocation fails
-        self.at_numbers, self.at_bytes, self.at_offsets = (one.ctypes.data for one in buffers)
-        self._capacity = 2 * count
-
-    def _grow_for(self, group: Group, keys: bytes) -> int:
-        """Make the buffers hold a result for each of a group's keys. Returns how many these are."""
-        self._grow(count := len(keys) // group.key_bytes)
+    def _grow(self, count: int) -> int:
+        """Make the buffers hold this many numbers, and as many keys. Returns how many."""
+        if count > self._capacity:
+            # Twice as many, because later calls are likely to need as many.
+            buffers = np.empty(4 * count, np.uint32), np.empty(128 * count, np.uint8), np.empty(2 * count, np.uint64)
+            self._numbers, self._bytes, self._offsets = buffers  # all, or none if one allocation fails
+            self.at_numbers, self.at_bytes, self.at_offsets = (one.ctypes.data for one in buffers)
+            self._capacity = 2 * count
         return count
 
     @property
@@ -232,13 +229,13 @@ class BlockTable(Structure):
 
     def find(self, group: Group, keys: bytes) -> tuple[bytes, BlockIds]:
         """Return the state and number of each key's block; FREE and NO_BLOCK if it has none."""
-        count = self._grow_for(group, keys)
+        count = self._grow(len(keys) // group.key_bytes)
         self._native.blocks_find(self.address, group.number, keys, count, group.key_bytes)
         return self._bytes[:count].tobytes(), self._numbers[:count].copy()
 
     def lookup(self, group: Group, keys: bytes, *, lease: bool) -> FoundKeys:
         """Find keys, and ``lease`` the blocks of the READY ones if so told."""
-        count, leased_bytes = self._grow_for(group, keys), self.leased_bytes
+        count, leased_bytes = self._grow(len(keys) // group.key_bytes), self.leased_bytes
         self._native.blocks_lookup(self.address, group.number, keys, count, group.key_bytes, lease)
         ready, ready_prefix = self._counts
         states, reasons = self._bytes[:count].tobytes(), self._bytes[count : 2 * count].tobytes()
@@ -254,7 +251,7 @@ class BlockTable(Structure):
 
         ``first_blocks``: by the index of a key, the first engine block that is offered, if not 0.
         """
-        count, offered = self._grow_for(group, keys), None
+        count, offered = self._grow(len(keys) // group.key_bytes), None
         if first_blocks:
             firsts = array("H", bytes(2 * count))
             for index, first in first_blocks.items():
@@ -290,8 +287,7 @@ class BlockTable(Structure):
 
     def begin_writes(self, slots: SlotAllocator, blocks: BlockIds, rank: int) -> tuple[SlotIds, Offsets]:
         """Mark a rank's shards of WRITING blocks as being written. Returns their slots and pool offsets."""
-        count = len(blocks)
-        self._grow(count)
+        count = self._grow(len(blocks))
         self._native.blocks_begin_writes(self.address, slots.address, packed(blocks), count, rank)
         return self._numbers[:count].copy(), self._offsets[:count].copy()
 
@@ -300,7 +296,7 @@ class BlockTable(Structure):
     ) -> tuple[BlockIds, SlotIds, Offsets] | list[int]:
         """Pin blocks if a rank can read all its shards, the first from ``first_block``. Returns the blocks, the rank's
         slots and their pool offsets; otherwise the indices of the keys that it cannot read."""
-        count = self._grow_for(group, keys)
+        count = self._grow(len(keys) // group.key_bytes)
         offered = group.number, keys, count, group.key_bytes, rank, first_block
         if not self._native.blocks_begin_load(self.address, slots.address, *offered):
             lacking: list[int] = np.flatnonzero(self._bytes[:count] == 0).tolist()
@@ -414,14 +410,14 @@ class BlockTable(Structure):
         """Return the group number of all blocks; 0 if they have none in common, or ``unpinned`` and one is pinned."""
         return int(self._native.blocks_common_group(self.address, packed(blocks), len(blocks), unpinned))
 
-    def by_group(self, blocks: BlockIds, groups: Mapping[int, Group]) -> list[tuple[Group, BlockIds]]:
-        """Group blocks, which have slots, by their group, one of ``groups`` by number; each keeps its order."""
+    def by_group(self, blocks: BlockIds) -> list[tuple[Group, BlockIds]]:
+        """Group blocks, which have slots, by their group; each keeps its order."""
         if not blocks.size:
             return []
         if only := self.group_of(blocks):
-            return [(groups[only], blocks)]
+            return [(self.groups[only], blocks)]
         numbers = self.group[blocks]
-        return [(groups[number], blocks[numbers == number]) for number in sorted(set(numbers.tolist()))]
+        return [(self.groups[number], blocks[numbers == number]) for number in sorted(set(numbers.tolist()))]
 
     def pin(self, blocks: BlockIds) -> None:
         """Keep the bytes of blocks until ``unpin``; a block that occurs several times is pinned as many times."""
@@ -461,8 +457,7 @@ class BlockTable(Structure):
 
     def keys(self, blocks: BlockIds, key_bytes: int) -> bytes:
         """Return the keys of blocks of one group, concatenated."""
-        count = len(blocks)
-        self._grow(count)
+        count = self._grow(len(blocks))
         self._native.blocks_keys(self.address, packed(blocks), count, key_bytes)
         return self._bytes[: count * key_bytes].tobytes()
 
@@ -478,7 +473,7 @@ class BlockTable(Structure):
 
     def miss_reasons(self, group: Group, keys: bytes) -> bytes:
         """Return the ``MissReason`` of each key, as far as it is known."""
-        count = self._grow_for(group, keys)
+        count = self._grow(len(keys) // group.key_bytes)
         self._native.blocks_reasons(self.address, group.number, keys, count, group.key_bytes)
         return self._bytes[:count].tobytes()
 

@@ -91,10 +91,6 @@ class Cache:
         self._events, self._clock, self._partial_timeout_s = events, clock, partial_timeout_s
         self.swept_at_once = SWEPT_AT_ONCE
 
-    @property
-    def tiers(self) -> TierHooks | None:
-        return self.life.tiers
-
     # --- lookups --------------------------------------------------------------------------------
 
     def lookup(
@@ -130,7 +126,8 @@ class Cache:
         if is_new := lease is None:
             lease = Lease(lease_id, session, namespace, self._clock() + self.leases.ttl_s, NO_BLOCKS)
             lease.counts_at_end = not (again or reported)
-        lease.ask_again()
+        else:
+            lease.ask_again()
         lease.peer = peer
         its = namespace.groups
         if self.life.unswept:
@@ -150,13 +147,13 @@ class Cache:
             for (index, keys), of_group in zip(groups, found, strict=True):
                 self.blocks.prompt[of_group.ready] = prompt
                 self.order.asked(its[index], keys, of_group.states, of_group.ready, giver)
-            if self.tiers is not None:
-                found = self._find_below(self.tiers, lease, groups, found, asked)
+            if self.life.tiers is not None:
+                found = self._find_below(self.life.tiers, lease, groups, found, asked)
         except BaseException:
             if is_new:  # else no lease would end them
                 self.life.return_unpinned(self.blocks.end_lease(ready_of(found)))
-                if self.tiers is not None:
-                    self.tiers.lease_ended(lease)
+                if self.life.tiers is not None:
+                    self.life.tiers.lease_ended(lease)
             raise
         found = self.leases.give(lease, found, pinned_before, is_new=is_new)
         if asked is not None:
@@ -206,7 +203,7 @@ class Cache:
         If it ``is_success``, count the loaded keys and tokens, once all ranks have loaded them. A lease's tokens are
         those of its largest group: with a sliding window, fewer blocks stand for as many tokens.
         """
-        if is_success and self.tiers is not None and (keys := self.tiers.loaded(tickets)) is not None:
+        if is_success and self.life.tiers is not None and (keys := self.life.tiers.loaded(tickets)) is not None:
             self.prompts.loaded(tickets[0].lease, keys)
         for ticket in tickets:
             self.life.unpin(ticket.blocks)
@@ -264,7 +261,7 @@ class Cache:
         """
         dropped = 0
         for namespace in namespaces:
-            found = namespace.ready_blocks + namespace.writing_blocks
+            found = namespace.indexed_blocks
             namespace.counters.invalidated_blocks += found
             dropped += found
             self.namespaces.renumber(namespace)
@@ -274,8 +271,8 @@ class Cache:
         if namespaces:
             self.namespaces.save()
         for namespace in namespaces:
-            if self.tiers is not None:
-                self.tiers.cancel_promotions(namespace)
+            if self.life.tiers is not None:
+                self.life.tiers.cancel_promotions(namespace)
             self._events.cleared(namespace)
         return dropped
 
@@ -292,15 +289,15 @@ class Cache:
             there = np.array(sorted(set(blocks[np.frombuffer(states, np.uint8) != FREE].tolist())), np.uint32)
             dropped += len(there)
             self.life.drop(there, MissReason.INVALIDATED)
-            if self.tiers is not None:
-                self.tiers.remove(namespace, index, keys, MissReason.INVALIDATED)
+            if self.life.tiers is not None:
+                self.life.tiers.remove(namespace, index, keys, MissReason.INVALIDATED)
         return dropped
 
     # --- steps of time --------------------------------------------------------------------------
 
     def end_session(self, session: int) -> int:
         """End all leases of a closed session, and count its prompts later. Returns how many leases ended."""
-        self.prompts.session_ended(session)
+        self.prompts.uncounted.session_ended(session)
         return self.leases.end_session(session)
 
     def tick(self) -> int:
@@ -320,12 +317,12 @@ class Cache:
         more = self.order.set_aside_some()
         if self.leases.has_to_unpin:
             self.leases.unpin_some()
-        elif self.prompts.have_ended:
+        elif self.prompts.uncounted.has_ended:
             self.prompts.count_some_ended()
         elif self.life.unswept:
             group = next(iter(self.life.unswept.values()))
             self.life.sweep([group], max(1, self.swept_at_once // len(group.sizes)))
-        return bool(more or self.leases.has_to_unpin or self.prompts.have_ended or self.life.unswept)
+        return bool(more or self.leases.has_to_unpin or self.prompts.uncounted.has_ended or self.life.unswept)
 
     # --- facts ----------------------------------------------------------------------------------
 

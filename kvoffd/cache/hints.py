@@ -26,7 +26,7 @@ from kvoffd.cache.askers import Askers
 from kvoffd.cache.awaited_keys import AwaitedKeys
 from kvoffd.cache.block_table import BlockIds, BlockTable
 from kvoffd.cache.namespace import Group, Namespace
-from kvoffd.cache.policy import BATCH, Chain, Policy
+from kvoffd.cache.policy import BATCH, Admission, Chain, Policy
 
 RETAINED_SHARE = 0.25
 """Part of the pool, and of a namespace's quota, that hints may retain."""
@@ -97,7 +97,6 @@ class HintedOrder:
     Methods with a name of ``Policy``'s do the same.
 
     Args:
-        groups: groups whose blocks have slots, by number.
         quotas: limits of pool bytes by fingerprint.
     """
 
@@ -105,12 +104,11 @@ class HintedOrder:
         self,
         policy: Policy,
         blocks: BlockTable,
-        groups: Mapping[int, Group],
         quotas: Mapping[bytes, int],
         clock: Callable[[], float],
         pool_bytes: int,
     ) -> None:
-        self._policy, self._blocks, self._groups, self._quotas = policy, blocks, groups, quotas
+        self._policy, self._blocks, self._quotas = policy, blocks, quotas
         self._clock, self._most_bytes = clock, int(RETAINED_SHARE * pool_bytes)
         self._hint_of = np.zeros(len(blocks.state), np.uint32)
         """[slots] number of the block's retention, or RELEASED; 0, or the number of one that was ended, for none."""
@@ -149,8 +147,9 @@ class HintedOrder:
         """Record that others than one giver's prompts use READY blocks. What was released is in the policy's order
         again."""
         self._askers.share(blocks)
-        for group, members in self._blocks.by_group(blocks[self._hint_of[blocks] == RELEASED], self._groups):
-            self._insert(group, members[self._unmark(group, members)])
+        if self._released:
+            for group, members in self._blocks.by_group(blocks[self._hint_of[blocks] == RELEASED]):
+                self._insert(group, members[self._unmark(group, members)])
 
     def wish(self, namespace: Namespace, session: int, giver: int, priority: int, ttl_s: float) -> Wish:
         """Return what ``retain`` needs for a hint."""
@@ -398,27 +397,25 @@ class HintedOrder:
         others = [block for block, hint in hints if hint is None]
         retained = [block for block, hint in hints if hint is not None and block not in hint.aside]
         for order, numbers in ((self, others), (self._policy, retained)):  # ``self.remove`` would end a hint
-            for group, members in self._blocks.by_group(np.array(numbers, np.uint32), self._groups):
+            for group, members in self._blocks.by_group(np.array(numbers, np.uint32)):
                 keys = self._blocks.keys(members, group.key_bytes)
                 order.remove(group, members, keys)
                 order.insert(group, members, keys)
 
-    def admit(self, group: Group, keys: bytes, starts: Sequence[int]) -> Sequence[tuple[int, float]]:
+    def admit(self, group: Group, keys: bytes, starts: Sequence[int]) -> Admission:
         """As the policy's; keys of blocks that a hint retains are always admitted."""
-        runs = self._policy.admit(group, keys, starts)
-        if not self._awaited:
-            return runs
-        scores = [score for length, score in runs for _ in range(length)]
-        for at, key in enumerate(np.frombuffer(keys, group.namespace.key_type).tolist()):
-            if self._awaited.get((group.number, key)) is not None:
-                scores[at] = inf
-        return [(len(list(run)), score) for score, run in groupby(scores)]
-
-    @property
-    def lowest(self) -> float:
+        runs, lowest = self._policy.admit(group, keys, starts)
+        if self._awaited:
+            scores = [score for length, score in runs for _ in range(length)]
+            for at, key in enumerate(np.frombuffer(keys, group.namespace.key_type).tolist()):
+                if self._awaited.get((group.number, key)) is not None:
+                    scores[at] = inf
+            runs = [(len(list(run)), score) for score, run in groupby(scores)]
         if self._released or self._lapsed:
-            return -inf
-        return min(self._policy.lowest, float_info.max) if self._retentions else self._policy.lowest
+            lowest = -inf
+        elif self._retentions:
+            lowest = min(lowest, float_info.max)
+        return Admission(runs, lowest)
 
     def first(self, count: int, below: float = inf) -> BlockIds:
         self.end_lapsed()
@@ -459,7 +456,7 @@ class HintedOrder:
         """Take retained blocks out of the policy, which would evict them next."""
         for block, number in zip(blocks.tolist(), self._hint_of[blocks].tolist(), strict=True):
             self._retentions[number].aside[block] = None
-        for group, members in self._blocks.by_group(blocks, self._groups):
+        for group, members in self._blocks.by_group(blocks):
             self._policy.remove(group, members, self._blocks.keys(members, group.key_bytes))
 
 

@@ -21,7 +21,7 @@ import numpy.typing as npt
 from kvoffd.cache.block_table import BlockIds, packed
 from kvoffd.cache.curve import HitRatioCurve
 from kvoffd.cache.namespace import Group
-from kvoffd.cache.policy import REJECTED, Chain, InOrder
+from kvoffd.cache.policy import REJECTED, Admission, Chain, InOrder
 from kvoffd.system.native import CHAR_P, COUNT, DOUBLE, ITEMS, KEYS, NUMBER, VOID_P, declare, native
 from kvoffd.system.structures import COUNTS, KNOWN
 from kvoffd_proto.stats import LearnedStats, PolicyClass
@@ -123,7 +123,7 @@ class Learned(InOrder):
             which = group.number, keys, len(keys) // size, size
             self._native.learned_record(self._at, *which, group.block_bytes, group.weight, chain is chains[-1])
 
-    def admit(self, group: Group, keys: bytes, starts: Sequence[int]) -> Sequence[tuple[int, float]]:
+    def admit(self, group: Group, keys: bytes, starts: Sequence[int]) -> Admission:
         size = group.key_bytes
         count = len(keys) // size
         if 4 * count > len(self._buffer):  # a run takes four words
@@ -133,8 +133,9 @@ class Learned(InOrder):
             self._at, group.number, keys, count, size, group.block_bytes, begins, len(starts), self._buffer_at
         )
         applies = self._applies_to(group)
-        runs = _OFFER.iter_unpack(self._buffer[: made * _OFFER.size // 4].tobytes())
-        return [(length, score if applies or score == REJECTED else inf) for score, length in runs]
+        offers = _OFFER.iter_unpack(self._buffer[: made * _OFFER.size // 4].tobytes())
+        runs = [(length, score if applies or score == REJECTED else inf) for score, length in offers]
+        return Admission(runs, float(self.known.lowest))
 
     def _applies_to(self, group: Group) -> bool:
         """Return whether the namespace's requested keys, at this size, fill the pool."""
@@ -174,10 +175,6 @@ class Learned(InOrder):
     @property
     def accessed_bytes(self) -> int:
         return int(self.known.now)
-
-    @property
-    def lowest(self) -> float:
-        return float(self.known.lowest)
 
     @property
     def ghosts(self) -> int:

@@ -220,6 +220,11 @@ class Namespace:
         return int(self.by_state.blocks[WRITING])
 
     @property
+    def indexed_blocks(self) -> int:
+        """READY and WRITING blocks: those that are found by their keys."""
+        return int(self.by_state.blocks[READY] + self.by_state.blocks[WRITING])
+
+    @property
     def held_bytes(self) -> int:
         """Pool bytes of all its blocks."""
         return sum(self.by_state.bytes[state] for state in WITH_SLOTS)

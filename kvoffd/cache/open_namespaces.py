@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from typing import cast
 
 from kvoffd.cache.block_life import BlockLife
@@ -19,41 +19,32 @@ KNOWN_RESETS = 4
 """Last resets of a namespace from before which it is known which keys it had."""
 
 
-class OpenNamespaces(Mapping[bytes, Namespace]):
-    """Namespaces by fingerprint, in the order in which they were opened.
+class OpenNamespaces(dict[bytes, Namespace]):
+    """Namespaces by fingerprint, in the order in which they were opened. Only its methods change it.
 
     Each has a number, which names it in the slot table's records. A reset gives it a new one, and new groups: the
     blocks of the old ones are not found, and no later daemon recovers them.
     """
 
     def __init__(self, life: BlockLife, table: SlotTable, events: CacheListener) -> None:
+        super().__init__()
         self._life, self._slots, self._table, self._events = life, life.slots, table, events
-        self._by_fingerprint: dict[bytes, Namespace] = {}
         self._next_number, self._next_group = 1, 1
         self._warned_of_no_space = False
 
-    def __getitem__(self, fingerprint: bytes) -> Namespace:
-        return self._by_fingerprint[fingerprint]
-
-    def __iter__(self) -> Iterator[bytes]:
-        return iter(self._by_fingerprint)
-
-    def __len__(self) -> int:
-        return len(self._by_fingerprint)
-
     def required(self, fingerprint: bytes) -> Namespace:
         """Return the open namespace. Raises KvoffdError (UNKNOWN_NAMESPACE)."""
-        if (found := self._by_fingerprint.get(fingerprint)) is None:
+        if (found := self.get(fingerprint)) is None:
             why = f"No namespace with the fingerprint {fingerprint.hex()} is open; send OpenNamespace first."
             raise KvoffdError(why, ErrorCode.UNKNOWN_NAMESPACE)
         return found
 
     def open(self, namespace: Namespace) -> tuple[Namespace, bool]:
         """Open or join a namespace; return also whether it is new. Raises KvoffdError on another geometry."""
-        if (known := self._by_fingerprint.get(namespace.fingerprint)) is not None:
+        if (known := self.get(namespace.fingerprint)) is not None:
             known.check_same(namespace.world_size, namespace.key_bytes, namespace.specs)
             return known, False
-        self._by_fingerprint[namespace.fingerprint] = namespace
+        self[namespace.fingerprint] = namespace
         self._set_number(namespace, self._next_number)
         self._events.cleared(namespace)
         return namespace, True
@@ -91,11 +82,11 @@ class OpenNamespaces(Mapping[bytes, Namespace]):
 
         It stays in the slot table until the next save, as one without blocks.
         """
-        assert not namespace.ready_blocks + namespace.writing_blocks
+        assert not namespace.indexed_blocks
         for group in namespace.groups:
             self._life.retire(group)
         namespace.groups = []
-        del self._by_fingerprint[namespace.fingerprint]
+        del self[namespace.fingerprint]
 
     def restore(self, record: NamespaceRecord) -> list[Group]:
         """Open a namespace with the number that an earlier daemon saved, before anything else. Returns its groups.
@@ -112,7 +103,7 @@ class OpenNamespaces(Mapping[bytes, Namespace]):
                 sizes = [(count, tuple(layer[0] for layer in layers if layer)) for count, layers in shards]
                 namespace.describe_shards(rank, tuple(cast(Shards, sizes)))
         namespace.generation = record.generation
-        self._by_fingerprint[namespace.fingerprint] = namespace
+        self[namespace.fingerprint] = namespace
         self._set_number(namespace, record.number)
         return namespace.groups
 
@@ -123,14 +114,13 @@ class OpenNamespaces(Mapping[bytes, Namespace]):
         """
         kept = [namespace for namespace in self.values() if any(namespace.shard_bytes)]
         count = len(kept)
-        while not self._table.save_namespaces(self._snapshot(kept)):
+        while not self._table.save_namespaces(
+            NamespaceSnapshot(self._next_number, tuple(namespace.record() for namespace in kept))
+        ):
             kept.remove(min(kept, key=lambda namespace: namespace.ready_blocks))
         if len(kept) < count and not self._warned_of_no_space:
             self._warned_of_no_space = True
             logger.warning("Too many namespaces (%d) to persist: %d are lost at a restart.", count, count - len(kept))
-
-    def _snapshot(self, kept: Sequence[Namespace]) -> NamespaceSnapshot:
-        return NamespaceSnapshot(self._next_number, tuple(namespace.record() for namespace in kept))
 
     def _set_number(self, namespace: Namespace, number: int) -> None:
         """Set the namespace's number and give it new groups for its blocks."""
@@ -138,7 +128,7 @@ class OpenNamespaces(Mapping[bytes, Namespace]):
         self._next_number = max(self._next_number, number + 1)
         first, self._next_group = self._next_group, self._next_group + len(namespace.specs)
         namespace.groups = [Group(first + index, namespace, index) for index in range(len(namespace.specs))]
-        self._life.add_groups(namespace.groups)
+        self._life.blocks.groups.update((group.number, group) for group in namespace.groups)
         self._set_sizes(namespace)
 
     def _set_sizes(self, namespace: Namespace) -> None:

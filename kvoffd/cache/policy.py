@@ -36,6 +36,16 @@ class Chain(NamedTuple):
     """Keys before the first that no pool of any size could have had, as far as is known."""
 
 
+class Admission(NamedTuple):
+    """A policy's answer to a store that offers keys."""
+
+    runs: Sequence[tuple[int, float]]
+    """Lengths of the runs that the keys are split into, and the score of each one's keys, perhaps REJECTED: only blocks
+    with a lower score may be evicted for them."""
+    lowest: float
+    """Lower bound of the blocks' scores."""
+
+
 class Policy(Protocol):
     """Orders READY blocks for eviction, based on requests. It knows nothing of pins, slots or slot sizes."""
 
@@ -51,16 +61,9 @@ class Policy(Protocol):
     def first(self, count: int, below: float = inf) -> BlockIds:
         """Return the first ``count`` blocks to evict among those with a score below ``below``."""
 
-    def admit(self, group: Group, keys: bytes, starts: Sequence[int]) -> Sequence[tuple[int, float]]:
-        """Split keys that a store offers, and that have no block, into runs. Returns the length of each run and the
-        score of its keys: only blocks with a lower score may be evicted for them.
-
-        ``starts``: index of the first key of each chain; the first is 0.
-        """
-
-    @property
-    def lowest(self) -> float:
-        """Lower bound of the blocks' scores at the last ``admit``."""
+    def admit(self, group: Group, keys: bytes, starts: Sequence[int]) -> Admission:
+        """Give keys that a store offers, and that have no block, a score. ``starts``: index of the first key of each
+        chain; the first is 0."""
 
     def rejected(self, group: Group, keys: bytes) -> None:
         """Offered keys were rejected: by ``admit``, or as the blocks to evict had higher scores."""
@@ -118,11 +121,10 @@ class AdmitsAll(InOrder):
     """Base of policies that admit everything that a store offers, keep no state over a restart, and cannot tell a key's
     chance to be used again."""
 
-    lowest = -inf
     accessed_bytes = 0
 
-    def admit(self, group: Group, keys: bytes, starts: Sequence[int]) -> Sequence[tuple[int, float]]:
-        return [(len(keys) // group.key_bytes, inf)]
+    def admit(self, group: Group, keys: bytes, starts: Sequence[int]) -> Admission:
+        return Admission([(len(keys) // group.key_bytes, inf)], -inf)
 
     def rejected(self, group: Group, keys: bytes) -> None:
         raise AssertionError("nothing is rejected")

@@ -12,6 +12,7 @@ from kvoffd.cache.asked_keys import AskedKeys, PromptUse, UncountedPrompts, coun
 from kvoffd.cache.block_life import BlockLife
 from kvoffd.cache.block_table import READY, FoundKeys
 from kvoffd.cache.computing import Computing
+from kvoffd.cache.curve import HitRatioCurve
 from kvoffd.cache.namespace import Group, Namespace
 from kvoffd.cache.policy import Chain
 from kvoffd.cache.prompt_tokens import LoadedKeys, PromptTokens, UncountedLoads
@@ -38,18 +39,17 @@ class Prompts:
 
     Attributes:
         watchers: called by ``report`` with the chains of each lookup, after the policy.
-        on_counted: called for each chain when it is counted, with the number of leading keys that the engine had.
-        on_offered: called with the keys that the first rank offers for storing.
+        uncounted: prompts that wait for their engines' reports.
+        curve: learns what prompts asked for, and which keys the first rank offers for storing; None if nothing does.
     """
 
     def __init__(self, life: BlockLife, clock: Callable[[], float]) -> None:
         self._life = life
         self.watchers: list[Callable[[Sequence[Chain]], None]] = []
-        self.on_counted: Callable[[Chain, int], None] = lambda chain, own: None
-        self.on_offered: Callable[[Group, bytes], None] = lambda group, keys: None
+        self.curve: HitRatioCurve | None = None
         self._looked_up: deque[_LookedUp] = deque()
         """The oldest first."""
-        self._uncounted = UncountedPrompts()
+        self.uncounted = UncountedPrompts()
         self._uncounted_loads = UncountedLoads()
         self._computing = Computing(clock)
 
@@ -79,7 +79,7 @@ class Prompts:
                 chains.append(chain)
         counters.asked_tokens += tokens
         if reported:
-            for prompt in self._uncounted.add(lease.session, lease.lease_id, asked):
+            for prompt in self.uncounted.add(lease.session, lease.lease_id, asked):
                 self._count(prompt, None)
         if chains:
             self._looked_up.append(_LookedUp(namespace, chains, asked, prompt_hash, reported))
@@ -87,8 +87,8 @@ class Prompts:
                 self._report_oldest()
 
     def report(self) -> None:
-        """Report lookups to the tiers and, except a bench's, to the policy, ``on_counted`` and the watchers. Call it
-        after the replies are sent."""
+        """Report lookups to the tiers and, except a bench's, to the policy, the curve and the watchers. Call it after
+        the replies are sent."""
         while self._looked_up:
             self._report_oldest()
         self._life.ready_left = False
@@ -105,9 +105,9 @@ class Prompts:
         if not chains or namespace.of_bench:
             return
         self._life.order.requested(chains)
-        if not reported:
+        if self.curve is not None and not reported:
             for chain in chains:
-                self.on_counted(chain, 0)
+                self.curve.requested(chain)
         for part in asked:
             if part.chain is not None and part.chain.ready_prefix < len(part.reasons) and not part.chain.group.retired:
                 self._computing.asked(part.chain.group, part.chain.keys, part.reasons, prompt_hash)
@@ -116,7 +116,8 @@ class Prompts:
 
     def offered(self, group: Group, keys: bytes) -> None:
         """Record that an engine offers keys for storing."""
-        self.on_offered(group, keys)
+        if self.curve is not None:
+            self.curve.stored(group, keys)
         self._computing.offered(group, keys)
 
     def loaded(self, lease: Lease, keys: LoadedKeys) -> None:
@@ -128,7 +129,7 @@ class Prompts:
 
         Returns the keys that were counted.
         """
-        parts = self._uncounted.take(session, lease_id)
+        parts = self.uncounted.take(session, lease_id)
         self._count(parts, outcome)
         return parts
 
@@ -142,8 +143,9 @@ class Prompts:
 
     def _count(self, parts: Sequence[AskedKeys], outcome: PromptUse | None) -> None:
         for chain, own in count_prompt(parts, outcome, self._reasons_from):
-            if chain.group.sizes and not (chain.group.retired or chain.group.namespace.of_bench):
-                self.on_counted(chain, own)
+            group = chain.group
+            if self.curve is not None and group.sizes and not (group.retired or group.namespace.of_bench):
+                self.curve.requested(chain, own)
 
     def _reasons_from(self, chain: Chain, first: int) -> bytes:
         """Return the reasons of a chain's keys from one on, as far as they are known by now."""
@@ -160,16 +162,7 @@ class Prompts:
             self._computing.asked(chain.group, keys, reasons, asked.prompt_hash)
         asked.missed(first, bytes(reasons))
 
-    def session_ended(self, session: int) -> None:
-        """Leave the prompts of a session that is gone to ``count_some_ended``."""
-        self._uncounted.session_ended(session)
-
-    @property
-    def have_ended(self) -> bool:
-        """Whether ``count_some_ended`` has any."""
-        return self._uncounted.has_ended
-
     def count_some_ended(self) -> None:
         """Count some prompts of sessions that are gone: what they found was not needed."""
-        for prompt in self._uncounted.take_some():
+        for prompt in self.uncounted.take_some():
             self._count(prompt, None)

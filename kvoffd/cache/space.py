@@ -34,7 +34,7 @@ class Space:
 
     def __init__(self, life: BlockLife, quotas: Mapping[bytes, int], clock: Callable[[], float]) -> None:
         self._life, self._slots, self._quotas, self._clock = life, life.slots, quotas, clock
-        self._victims = Victims(life)
+        self.victims = Victims(life)
 
     def take(self, group: Group, keys: bytes, below: float, older_than: int) -> npt.NDArray[np.uint32]:
         """Make WRITING blocks for the first of the keys, which have none, as far as there is space. Returns their
@@ -57,7 +57,7 @@ class Space:
                         break
                     if self._life.partial and self._drop_partial(wanted):
                         continue
-                    victims = self._victims.next_if_all_of(group, wanted, below, older_than)
+                    victims = self.victims.next_if_all_of(group, wanted, below, older_than)
                     if victims is None:  # another group's are next, or some are in use or spared
                         if self._evict_for(group, wanted, below, older_than):
                             continue
@@ -106,7 +106,7 @@ class Space:
 
     def _evict_for(self, group: Group, count: int, below: float, older_than: int) -> bool:
         """Evict blocks whose slots, or regions, serve ``count`` blocks of a group. Returns whether there are any."""
-        victims = self._victims.for_space(group, count, below, older_than)
+        victims = self.victims.for_space(group, count, below, older_than)
         self._life.evict(victims)
         return bool(victims.size)
 
@@ -120,13 +120,9 @@ class Space:
             swept = self._life.sweep(unswept, min(most, -(-excess // each)))
             most, excess = most - swept, excess - swept * each
         if excess > 0:
-            victims = self._victims.of_namespace(namespace.groups, excess, most, below, older_than)
+            victims = self.victims.of_namespace(namespace.groups, excess, most, below, older_than)
             self._life.evict(victims, MissReason.QUOTA)
         return max(0, min(count, (quota - namespace.held_bytes) // each))
-
-    def are_evictable(self, older_than: int) -> bool:
-        """Return whether any READY blocks can be evicted, whatever their scores."""
-        return self._victims.are_evictable(older_than)
 
     def no_space_cause(self, group: Group, prompt: int = ANY_PROMPT) -> str:
         """Return why a block of a group, for the prompt of this number, gets no space now, one of NO_SPACE_CAUSES."""
@@ -138,5 +134,5 @@ class Space:
         if group.block_bytes > self._slots.pool_bytes:
             return "too_large"
         if usage.free + usage.ready - usage.pinned >= group.block_bytes:
-            return "prompt" if prompt < ANY_PROMPT and self._victims.spares(prompt) else "sizes"
+            return "prompt" if prompt < ANY_PROMPT and self.victims.spares(prompt) else "sizes"
         return "pinned" if usage.pinned >= usage.writing else "writing"

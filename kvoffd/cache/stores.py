@@ -208,7 +208,8 @@ class BlockStores:
                 if left and (prompts == prompts[0]).all():  # otherwise other prompts may still get some
                     no_space_score = limit
             if left:
-                is_outranked = max(limit, no_space_score) < inf and self._space.are_evictable(int(prompts.max()))
+                is_limited, newest = max(limit, no_space_score) < inf, int(prompts.max())
+                is_outranked = is_limited and self._space.victims.are_evictable(newest)
                 lost = ticket.rejected if score == REJECTED or is_outranked else ticket.no_space
                 lost += left
             begin = end
@@ -222,9 +223,9 @@ class BlockStores:
         starts = list(part.starts)
         if len(starts) > 1:
             starts = sorted({*np.searchsorted(absent, starts).tolist()})
-        runs, slots = self._order.admit(group, keys, starts), self._life.slots
+        (runs, lowest), slots = self._order.admit(group, keys, starts), self._life.slots
         is_full = slots.free_bytes < group.block_bytes and not self._life.unswept and not self._life.partial
-        return runs, self._order.lowest if is_full else -inf
+        return runs, lowest if is_full else -inf
 
     def _make_run(
         self, ticket: StoreTicket, keys: bytes, indices: list[int], prompts: PromptNumbers, below: float
@@ -303,10 +304,9 @@ class BlockStores:
 
     # --- fills -----------------------------------------------------------------------------------
 
-    def begin_fill(self, namespace: Namespace, group_index: int, keys: Sequence[bytes]) -> dict[int, FillTicket | None]:
+    def begin_fill(self, group: Group, keys: Sequence[bytes]) -> dict[int, FillTicket | None]:
         """Allocate slots of all ranks for keys from a tier. Returns, by the index of each key without a block, a
         ticket, or None if there is no space. Raises BadGeometry."""
-        group = namespace.groups[group_index]
         if not group.sizes:
             raise BadGeometry("Not all ranks of the namespace have registered; register them first.")
         states, _ = self._blocks.find(group, b"".join(keys))

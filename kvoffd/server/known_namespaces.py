@@ -195,5 +195,4 @@ class KnownNamespaces:
 
 
 def _idle(namespace: Namespace, opened: set[bytes]) -> bool:
-    empty = not namespace.ready_blocks and not namespace.writing_blocks
-    return empty and namespace.fingerprint not in opened
+    return not namespace.indexed_blocks and namespace.fingerprint not in opened

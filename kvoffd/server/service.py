@@ -143,7 +143,7 @@ class Service:
         self._totals_due = clock() + config.limits.totals_every_s
         self._partial_warned: WeakSet[Namespace] = WeakSet()
         state.generations.is_open = lambda fingerprint: fingerprint in cache.namespaces
-        cache.prompts.on_counted, cache.prompts.on_offered = self.curve.requested, self.curve.stored
+        cache.prompts.curve = self.curve
         self._lru_fallback = LruFallback(self.curve, cache.policy) if isinstance(cache.policy, Learned) else None
 
     # --- called by the sockets ---------------------------------------------------------------------

@@ -251,7 +251,7 @@ class Statistics:
             not_written=dict(writer.not_written),
             write_budget_left_bytes=writer.budget.left_bytes,
             write_mode=writer.mode.value,
-            promotion_bytes_per_second=sum(one.speed.measured for one in disks),
+            promotion_bytes_per_second=sum(one.reads.speed.measured for one in disks),
         )
 
     def _shared_stats(self) -> list[s.SharedStats]:
@@ -267,13 +267,13 @@ class Statistics:
                 breaker_trips=tier.breaker.opened,
                 promotions_failed=dict(source.failures),
                 promotions_unused=source.unused_blocks,
-                not_written=dict(writer.not_written),
+                not_written=dict(source.writer.not_written),
                 full=tier.lifetime_bytes > 0,
-                write_mode=writer.mode.value,
+                write_mode=source.writer.mode.value,
                 servers=[s.SharedServer(*server) for server in tier.servers],
                 unshared_namespaces=unshared,
             )
-            for source, writer in tiering.stores
+            for source in tiering.stores
             # A peer that only requests name is shown while it answers: they may name what is gone.
             if isinstance(tier := source.tier, SharedTier) and (tier.available() or not tier.only_named)
         ]

@@ -86,9 +86,8 @@ def open_cache(
     made = make_policy(policy, slots.pool_bytes, geometry.slots)
     cache = Cache(slots, table, made, events, clock, leased_share=1.0)
     if isinstance(made, Learned):
-        curve = HitRatioCurve(slots.pool_bytes, clock)
+        cache.prompts.curve = curve = HitRatioCurve(slots.pool_bytes, clock)
         fallback = LruFallback(curve, made)
-        cache.prompts.on_counted, cache.prompts.on_offered = curve.requested, curve.stored
         cache.prompts.watchers.append(lambda _: fallback.judge())
     return cache
 

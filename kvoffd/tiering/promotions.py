@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice, takewhile
 from math import inf
+from typing import TYPE_CHECKING
 
-from kvoffd.cache.asked_keys import AskedKeys
 from kvoffd.cache.block_table import CAME, IN_A_TIER
 from kvoffd.cache.cache import Cache
-from kvoffd.cache.namespace import MissReason, Namespace
-from kvoffd.cache.prefetches import NO_SESSION
-from kvoffd.cache.tickets import FillTicket, Lease
+from kvoffd.cache.namespace import Group, MissReason
+from kvoffd.cache.tickets import FillTicket
 from kvoffd.system.calls import call_each
 from kvoffd.tiering import TieringSettings
-from kvoffd.tiering.read_speed import ReadSpeed
-from kvoffd.tiers.header import Block, BlockGroup
+from kvoffd.tiering.fills import Coming, Fill, FillQueue
+from kvoffd.tiering.source_reads import SourceReads
+from kvoffd.tiers.header import Block
 from kvoffd.tiers.tier import ABSENT, Result, Tier
+
+if TYPE_CHECKING:
+    from kvoffd.tiering.promoted_blocks import PromotedBlocks
+    from kvoffd.tiering.writer import Writer
 
 NO_SPACE, QUOTA, OVERDUE, SLOWER = "no_space", "quota", "overdue", "slower"
 """Reasons not to promote a block, besides tiers' results. ``slower``: computing it takes less time."""
@@ -37,14 +40,7 @@ MAX_QUEUED = 2**16
 FILL_BYTES = 560
 """Memory of a waiting block, measured."""
 MAX_FILLING_BYTES = 2**30
-"""Limit of the pool bytes used by fills from all disks, or from one store: at most this, and an eighth of the pool."""
-UNMEASURED_BYTES = 64 * 2**20
-"""Limit of these bytes while the speed is unknown."""
-AHEAD_S = 0.25
-"""Once the speed is known, reads under way are limited to what comes in this time: those that nobody waits for any
-more end soon."""
-AHEAD_BLOCKS = 16
-"""Lower limit of the blocks under way."""
+"""Limit of the pool bytes used by reads from all disks, or from one store: at most this, and an eighth of the pool."""
 MAX_BEGUN, BEGUN_PER_END = 64, 16
 """Limits of the blocks begun by one call of ``pump``, and by the end of a read if at most half of the bytes that may be
 under way are: evicting for a few blocks takes as long as for many. Their slots are allocated together, so that
@@ -57,105 +53,24 @@ ENDED_AT_ONCE = 256
 READ_AGAIN_S = 60.0
 """Interval after which one read is tried even if it seems slower than computing: speeds change."""
 
-
-@dataclass(slots=True, eq=False)
-class FillQueue:
-    """Blocks of one group that one lookup has a source read: those that wait for it, in order, and those under way."""
-
-    first_lease: Lease
-    """Lease of the lookup that asked first; it may have ended."""
-    last_lease: Lease
-    """Lease of the last lookup that waited for it before it had space."""
-    group: BlockGroup
-    source: Promotions
-    block_bytes: int
-    """Pool bytes of a block."""
-    fills: OrderedDict[Fill, None] = field(default_factory=OrderedDict)
-    """Fills that have not begun."""
-    under_way: int = 0
-    """Number of blocks that are being read."""
-    together: list[FillQueue] = field(default_factory=list)
-    """All queues that the last lease waits for, of all sources: space is reserved for all of them or none."""
-    is_reserved: bool = False
-    """Whether leases may pin all of these blocks: no other queue gets their space."""
-    no_space_since: float | None = None
-    """Time since which it has no space in the pool; None if it has some, or its turn has not come."""
-    fails_as: str = ""
-    """Reason for which its fills fail if that lasts too long: NO_SPACE, or OVERDUE if reads that hang have it."""
-
-    @property
-    def namespace(self) -> Namespace:
-        return self.first_lease.namespace
-
-    @property
-    def is_prefetch(self) -> bool:
-        return self.first_lease.session == NO_SESSION
-
-    @property
-    def queued_bytes(self) -> int:
-        return len(self.fills) * self.block_bytes
-
-
-@dataclass(slots=True, eq=False)
-class Fill:
-    """A block that a lookup requested and a tier has. It is settled once: ``Promotions._settle`` counts its key for all
-    lookups that asked for it, and none waits for it any more.
-
-    | event                           | method              | counted as        | its slots             |
-    |---------------------------------|---------------------|-------------------|-----------------------|
-    | it was read                     | _end_read           | found             | READY, leases pin it  |
-    | nobody waits for it             | drop_unawaited      | found, see below  | none, it was queued   |
-    | the same at its turn (UNWANTED) | _end_read           | found, see below  | freed                 |
-    | the pool has it by now          | _begin_reads        | found             | none                  |
-    | no space; it has left the tier  | _fail               | miss, by reason   | none                  |
-    | the read fails                  | _end_read, _fail    | miss, by Result   | freed                 |
-    | the read is overdue             | _give_up_overdue    | miss, TIER_LATE   | freed when it ends    |
-    | its key was removed             | invalidate          | miss, by reason   | freed when it ends    |
-
-    What nobody waits for counts as found because the tier has it: the engine reports why it did not load it.
-    A read that ends after its fill was settled changes nothing but its slots. One that ends as UNWANTED although a
-    lookup has joined it since settles nothing: ``_queue_again``.
-    """
-
-    queue: FillQueue
-    key: bytes
-    ticket: FillTicket | None = None
-    """Its block in the pool while the tier reads into it: the slots stay allocated until that has ended."""
-    begun_at: float = 0.0
-    is_settled: bool = False
-    leases: dict[Lease, None] = field(default_factory=dict)
-    """Leases of lookups that wait for it: they pin it once it is READY."""
-    askers: list[Asker] = field(default_factory=list)
-    """Positions in lookups at which it is counted as found, or as a miss, once the result is known."""
-
-    def is_awaited(self) -> bool:
-        """Return whether a lookup waits for it. For any thread."""
-        return not self.is_settled and bool(self.leases)
-
-
-Asker = tuple[AskedKeys, int]
-"""Keys of a lookup, and a position among them."""
-Coming = dict[int, dict[bytes, Fill]]
-"""Fills that are not settled, from all tiers, by tag of the group and by key."""
 Lender = tuple[int, float]
 """Pool bytes that another source has reserved, and its bytes per second."""
 
 
 class Promotions:
-    """Promotions from one source: a disk of this node, or one store.
+    """Promotions from one source: a disk of this node, or one store. It has the queues of blocks to read, reserves pool
+    space for them, and settles each fill; ``SourceReads`` has those that are being read.
 
     Args:
         coming: the fills that lookups may wait for, shared by all sources.
         sources: all sources, this one included.
-        promoted: called with each promoted block.
+        promoted_blocks: hears of each promoted block.
         shared: whether other nodes use the source too.
 
     Attributes:
-        most_bytes: pool bytes that fills may use at once. A larger block is read alone. Reads that were given
-            up may use as much again, so that others are still read.
-        given_up_bytes: pool bytes of these: allocated, although no lookup waits for them.
+        writer: writes blocks to the tier.
         reserved_bytes: pool bytes reserved for its queues: see ``FillQueue.is_reserved``. ``Leases.withheld_bytes`` is
-            the sum of these and of ``given_up_bytes`` of all sources.
+            the sum of these and of ``SourceReads.given_up_bytes`` of all sources.
         ends_more: whether ``end_overdue`` has more to do now.
     """
 
@@ -167,26 +82,21 @@ class Promotions:
         clock: Callable[[], float],
         coming: Coming,
         sources: Sequence[Promotions],
-        promoted: Callable[[Promotions, int], None],
+        writer: Writer,
+        promoted_blocks: PromotedBlocks,
         *,
         shared: bool,
     ) -> None:
         self.tier, self.shared, self._sources = tier, shared, sources
+        self.writer, self._promoted_blocks = writer, promoted_blocks
         self._cache, self._clock, self._patience_s, self._coming = cache, clock, settings.deadline_s, coming
-        self.most_bytes = min(cache.slots.pool_bytes // 8, MAX_FILLING_BYTES)
+        most_bytes = min(cache.slots.pool_bytes // 8, MAX_FILLING_BYTES)
+        self.reads = SourceReads(tier, cache.leases, clock, settings.deadline_s, most_bytes)
         self._queues: dict[FillQueue, None] = {}
         """Queues with queued or running fills, in the order in which they are promoted."""
         self._queued_by: Counter[int] = Counter()
         """Queued blocks by session."""
-        self.under_way: dict[Fill, None] = {}
-        """Running fills in the order in which they were begun."""
-        self.given_up: dict[Fill, None] = {}
-        """Fills whose reads were given up, as they were overdue: the tier may still write into their slots."""
-        self._turn_at = 0.0
-        """Time when the first running fill became the first."""
-        self._ended_at = 0.0
-        """Time when a fill last ended."""
-        self.queued_blocks = self.under_way_bytes = self.given_up_bytes = self.reserved_bytes = 0
+        self.queued_blocks = self.reserved_bytes = 0
         self.ends_more = False
         self.failed_at = -inf
         """Time of the last read that failed."""
@@ -195,8 +105,6 @@ class Promotions:
         """Promoted blocks that were evicted before they were loaded."""
         self.failures: Counter[str] = Counter()
         """Fills that failed, those that were settled before included, by reason: a ``Result``, or one of the above."""
-        self.speed = ReadSpeed(clock)
-        self._promoted = promoted
         self._read_again_at = 0.0
         self._stopped = False
 
@@ -212,40 +120,40 @@ class Promotions:
     @property
     def idle(self) -> bool:
         """Whether nothing is being read, not even what was given up."""
-        return not (self.waiting_blocks or self.given_up)
+        return not (self.waiting_blocks or self.reads.given_up)
 
     @property
     def waiting_blocks(self) -> int:
         """Number of queued and running fills."""
-        return self.queued_blocks + len(self.under_way)
+        return self.queued_blocks + len(self.reads.under_way)
 
     def wait_s(self, awaited: Collection[Fill]) -> float:
         """Return the expected time until the awaited fills of this source end, at the current speed; 0 if unknown."""
-        if not (speed := self.speed.current):
+        if not (speed := self.reads.speed.current):
             return 0.0
         its_queues = {fill.queue for fill in awaited if not fill.is_settled and fill.queue.source is self}
         last = max((at for at, queue in enumerate(self._queues) if queue in its_queues), default=-1)
         # Others without space are passed over.
         before = islice(self._queues, last + 1)
         ahead = [queue for queue in before if queue in its_queues or queue.no_space_since is None]
-        nbytes = sum((len(queue.fills) + queue.under_way) * queue.block_bytes for queue in ahead)
+        nbytes = sum((len(queue.fills) + queue.under_way) * queue.group.block_bytes for queue in ahead)
         if ahead:  # fills behind the last awaited one do not count
             behind = takewhile(lambda fill: fill not in awaited, reversed(ahead[-1].fills))
-            nbytes -= sum(1 for _ in behind) * ahead[-1].block_bytes
+            nbytes -= sum(1 for _ in behind) * ahead[-1].group.block_bytes
         # Who has no space is expected to wait as long again as so far.
         now, since = self._clock(), (queue.no_space_since for queue in its_queues)
         blocked_s = max((now - at for at in since if at is not None), default=0.0)
         return nbytes / speed + blocked_s
 
-    def is_slower(self, namespace: Namespace, group: int, count: int) -> bool:
-        """Return whether ``count`` blocks take longer to read than to compute, by the measured speeds and without a
-        queue; at intervals, return False. Only the engine, which has a queue too, can weigh the queues."""
-        prefill, speed = namespace.counters.prefill_tokens_per_second, self.speed.measured
-        tokens = count * namespace.specs[group].tokens_per_block
+    def is_slower(self, group: Group, count: int) -> bool:
+        """Return whether ``count`` blocks of a group take longer to read than to compute, by the measured speeds and
+        without a queue; at intervals, return False. Only the engine, which has a queue too, can weigh the queues."""
+        namespace, tokens = group.namespace, count * group.tokens
+        prefill, speed = namespace.counters.prefill_tokens_per_second, self.reads.speed.measured
         if not (tokens and prefill and speed):
             return False
         # The tokens need the blocks of all groups: those of the others count as if they were as large.
-        nbytes = len(namespace.specs) * count * namespace.group(group).block_bytes
+        nbytes = len(namespace.specs) * count * group.block_bytes
         now = self._clock()
         if nbytes / speed <= tokens / prefill or now >= self._read_again_at:
             self._read_again_at = max(self._read_again_at, now + READ_AGAIN_S)
@@ -257,19 +165,15 @@ class Promotions:
         if self.queued_blocks + self._queued_by[queue.first_lease.session] // 3 >= MAX_QUEUED:
             return None
         fill = Fill(queue, key)
-        self._coming.setdefault(queue.group.tag, {})[key] = fill
+        self._coming.setdefault(queue.block_group.tag, {})[key] = fill
         self._queues[queue] = queue.fills[fill] = None
         self._count(queue, 1)
         return fill
 
-    def invalidate(self, fill: Fill, why: MissReason) -> None:
-        """Settle a fill whose key was removed. A running read ends without effect: the cache dropped its block."""
-        self._settle(fill, why)
-
     def drop_unawaited(self, queue: FillQueue) -> None:
         """Remove blocks for which nobody waits from the queue, so that they are not read."""
         for fill in [fill for fill in queue.fills if not fill.leases]:
-            self._settle(fill, IN_A_TIER)  # the engine reports why it is not loaded
+            self.settle(fill, IN_A_TIER)  # the engine reports why it is not loaded
 
     def pump(self, most: int = MAX_BEGUN) -> None:
         """Begin up to ``most`` fills that may begin now. Queues without space are passed over."""
@@ -282,22 +186,22 @@ class Promotions:
                 if without_space > MAX_WITHOUT_SPACE:
                     queue.no_space_since = self._clock() - self._patience_s  # it ends with the next tick
                 continue
-            if queue.fills and queue.block_bytes >= too_large:
+            if queue.fills and queue.group.block_bytes >= too_large:
                 self._note_no_space(queue, NO_SPACE)
                 continue
             while queue.fills:
-                free = self._free_bytes(queue.block_bytes)
-                if self._stopped or most <= 0 or (self.under_way and free < queue.block_bytes):
+                free = self.reads.free_bytes(queue.group.block_bytes)
+                if self._stopped or most <= 0 or (self.reads.under_way and free < queue.group.block_bytes):
                     return
-                if free < queue.block_bytes and self.given_up:
+                if free < queue.group.block_bytes and self.reads.given_up:
                     self._note_no_space(queue, OVERDUE)
                     break
-                batch = list(islice(queue.fills, max(1, min(most, free // max(1, queue.block_bytes)))))
+                batch = list(islice(queue.fills, max(1, min(most, free // max(1, queue.group.block_bytes)))))
                 most -= len(batch)
                 if not self._begin_batch(queue, batch):
                     return
                 if queue.no_space_since is not None:
-                    too_large = queue.block_bytes
+                    too_large = queue.group.block_bytes
                     break
 
     def _reserve(self, queue: FillQueue, lenders: Sequence[Lender]) -> bool:
@@ -312,7 +216,7 @@ class Promotions:
             return True
         leasable = self._cache.leases.leasable_bytes
         if queue.is_prefetch:
-            if queue.block_bytes <= leasable:
+            if queue.group.block_bytes <= leasable:
                 return True
             self._note_no_space(queue, NO_SPACE)
             return False
@@ -323,7 +227,9 @@ class Promotions:
         may_grow = leasable < self._cache.leases.most_bytes  # else there will never be more
         if nbytes > leasable and may_grow:
             if not asked_bytes and lenders:
-                seconds = self._patience_s + max(one.queued_bytes / (one.source.speed.current or inf) for one in every)
+                seconds = self._patience_s + max(
+                    one.queued_bytes / (one.source.reads.speed.current or inf) for one in every
+                )
                 leasable += sum(max(0, reserved - int(speed * seconds)) for reserved, speed in lenders)
             if nbytes > leasable:
                 self._note_no_space(queue, NO_SPACE)
@@ -338,14 +244,10 @@ class Promotions:
         if self._cache.leases.withheld_bytes == self.reserved_bytes:  # none has
             return []
         others = [source for source in self._sources if source is not self and source.reserved_bytes]
-        return [(source.reserved_bytes, speed) for source in others if (speed := source.speed.current)]
+        return [(source.reserved_bytes, speed) for source in others if (speed := source.reads.speed.current)]
 
     def _count_reserved(self, nbytes: int) -> None:
         self.reserved_bytes += nbytes
-        self._cache.leases.withheld_bytes += nbytes
-
-    def _count_given_up(self, nbytes: int) -> None:
-        self.given_up_bytes += nbytes
         self._cache.leases.withheld_bytes += nbytes
 
     def _note_no_space(self, queue: FillQueue, fails_as: str) -> None:
@@ -357,9 +259,7 @@ class Promotions:
     def _begin_batch(self, queue: FillQueue, batch: Sequence[Fill]) -> bool:
         """Begin the first fills of a queue, as far as there is space; return False if the tier accepts no more."""
         try:
-            tickets = self._cache.stores.begin_fill(
-                queue.namespace, queue.group.group_index, [fill.key for fill in batch]
-            )
+            tickets = self._cache.stores.begin_fill(queue.group, [fill.key for fill in batch])
             not_begun, has_space = self._begin_reads(batch, tickets)
         except BaseException:
             for fill in batch:  # lookups must not wait for fills that are neither running nor queued
@@ -379,11 +279,13 @@ class Promotions:
         try:
             for number, fill in enumerate(batch):
                 if number not in tickets:  # the pool has the block by now
-                    self._settle(fill, CAME)
+                    self.settle(fill, CAME)
                 elif (ticket := tickets[number]) is None:
                     has_space = False
-                elif not not_begun and self._begin_read(fill, ticket):
+                elif not not_begun and self.reads.begin(fill, ticket, partial(self._on_end, fill)):
                     del tickets[number]
+                    del fill.queue.fills[fill]
+                    self._count(fill.queue, -1, 1)
                     fill.queue.no_space_since = None
                 else:
                     not_begun.append(fill)
@@ -399,7 +301,7 @@ class Promotions:
         for fill in not_begun:
             if not self.tier.available():
                 self._fail(fill, Result.DEADLINE)
-            elif self.tier.find(fill.queue.group, [fill.key], prefix=False).states[0] == ABSENT:
+            elif self.tier.find(fill.queue.block_group, [fill.key], prefix=False).states[0] == ABSENT:
                 self._fail(fill, Result.GONE)
             else:
                 accepts_more = True
@@ -407,7 +309,7 @@ class Promotions:
 
     def _wait_or_fail(self, queue: FillQueue) -> None:
         """Have a queue wait for blocks that are pinned or being written; fail its fills if these are not the cause."""
-        cause = self._cache.space.no_space_cause(queue.namespace.group(queue.group.group_index))
+        cause = self._cache.space.no_space_cause(queue.group)
         if cause in ("pinned", "writing"):
             self._note_no_space(queue, NO_SPACE)
         else:
@@ -451,106 +353,60 @@ class Promotions:
         return False
 
     def _give_up_overdue(self) -> int:
-        """Give up reads that do not end, up to ``ENDED_AT_ONCE``; return how many.
-
-        The turn of a read begins when all earlier ones have ended; then it has the time that the settings allow. If
-        nothing has ended in that time, all reads that are as old are given up.
-        """
-        now = self._clock()
-        if not self.under_way or now - self._turn_at < self._patience_s:
-            return 0
-        stuck = list(islice(self.under_way, 1))
-        if self._ended_at <= self._turn_at:
-            old = takewhile(lambda fill: now - fill.begun_at >= self._patience_s, self.under_way)
-            stuck = list(islice(old, ENDED_AT_ONCE))
-        for fill in stuck:
+        """Give up reads that do not end, up to ``ENDED_AT_ONCE``; return how many."""
+        overdue = self.reads.overdue(ENDED_AT_ONCE)
+        for fill in overdue:
             assert fill.ticket is not None
-            del self.under_way[fill]
+            self.reads.give_up(fill)
             self._count(fill.queue, under_way=-1)
-            self.given_up[fill] = None
-            self._count_given_up(fill.queue.block_bytes)
             self._fail(fill, OVERDUE)
             self._cache.stores.drop_unfinished([fill.ticket], MissReason.TIER_LATE)
-        if len(stuck) < ENDED_AT_ONCE:
-            self._turn_at = now
-        return len(stuck)
-
-    def _free_bytes(self, block_bytes: int) -> int:
-        """Return the pool bytes that further fills may use now."""
-        beyond_their_own = max(0, self.given_up_bytes - self.most_bytes)
-        return self._may_be_under_way(block_bytes) - self.under_way_bytes - beyond_their_own
-
-    def _may_be_under_way(self, block_bytes: int) -> int:
-        """Return the pool bytes that fills may use now."""
-        if not (speed := self.speed.measured):
-            return min(self.most_bytes, max(UNMEASURED_BYTES, AHEAD_BLOCKS * block_bytes))
-        return min(self.most_bytes, max(int(AHEAD_S * speed), AHEAD_BLOCKS * block_bytes))
-
-    def _begin_read(self, fill: Fill, ticket: FillTicket) -> bool:
-        """Begin the tier's read into the slots; return False if the tier does not accept it now."""
-        block_group, on_end = fill.queue.group, partial(self._on_end, fill)
-        if not self.tier.read(block_group, fill.key, ticket.offsets, self._patience_s, on_end, fill.is_awaited):
-            return False
-        fill.begun_at = self._clock()
-        if not self.under_way:
-            self._turn_at = fill.begun_at
-        self.speed.begin(block_group.nbytes)
-        fill.ticket = ticket
-        self.under_way[fill] = None
-        del fill.queue.fills[fill]
-        self._count(fill.queue, -1, 1)
-        return True
+        if 0 < len(overdue) < ENDED_AT_ONCE:
+            self.reads.begin_turn()
+        return len(overdue)
 
     def _on_end(self, fill: Fill, result: Result, block: Block | None) -> None:
         """Handle the end of a read: see the table of ``Fill``."""
-        self._ended_at = self._clock()
-        if next(iter(self.under_way), None) is fill:
-            self._turn_at = self._ended_at
+        ticket, fill.ticket = fill.ticket, None  # a lookup may refer to the fill for some seconds more
+        assert ticket is not None
+        was_given_up = self.reads.end(fill, fill.queue.block_group.nbytes if result is Result.DONE else 0)
         if result is Result.UNWANTED and fill.is_awaited():
-            self._queue_again(fill)
+            self._queue_again(fill, ticket)
         else:
-            self._end_read(fill, result, block)
-        self.speed.end(fill.queue.group.nbytes if result is Result.DONE else 0, len(self.under_way))
-        if 2 * self.under_way_bytes <= self._may_be_under_way(fill.queue.block_bytes):
+            if not was_given_up:
+                self._count(fill.queue, under_way=-1)
+            self._end_read(fill, ticket, result, block)
+        if self.reads.are_few(fill.queue.group.block_bytes):
             self.pump(BEGUN_PER_END)
 
-    def _queue_again(self, fill: Fill) -> None:
+    def _queue_again(self, fill: Fill, ticket: FillTicket) -> None:
         """Put a fill, which a lookup joined after nobody waited for it in its turn, first in its queue."""
-        ticket, fill.ticket = fill.ticket, None
-        assert ticket is not None
         fill.queue.fills[fill] = None
         fill.queue.fills.move_to_end(fill, last=False)
-        del self.under_way[fill]
         self._count(fill.queue, 1, -1)
         self._cache.stores.end_fill(ticket, (), ())
 
-    def _end_read(self, fill: Fill, result: Result, block: Block | None) -> None:
+    def _end_read(self, fill: Fill, ticket: FillTicket, result: Result, block: Block | None) -> None:
         """Publish the block of a read, or free its slots, and settle the fill."""
-        ticket, fill.ticket = fill.ticket, None  # a lookup may refer to the fill for some seconds more
-        assert ticket is not None
-        if fill in self.given_up:
-            del self.given_up[fill]
-            self._count_given_up(-fill.queue.block_bytes)
-        else:
-            del self.under_way[fill]
-            self._count(fill.queue, under_way=-1)
         # Without its checksums a damaged block could not be detected later.
         is_whole = result is Result.DONE and block is not None and all(block.checksums)
         first_blocks, checksums = (block.first_blocks, block.checksums) if block is not None and is_whole else ((), ())
         try:
             if is_ready := self._cache.stores.end_fill(ticket, first_blocks, checksums):
                 self.promoted_blocks += 1
-                self.promoted_bytes += fill.queue.group.nbytes
+                self.promoted_bytes += fill.queue.block_group.nbytes
                 for lease in fill.leases:
                     self._cache.leases.hold(lease, ticket.blocks)
-                self._promoted(self, int(ticket.blocks[0]))
+                block_number = int(ticket.slots[0])
+                self.writer.was_read(block_number)
+                self._promoted_blocks.promoted(self, block_number)
         except BaseException:
-            self._settle(fill, MissReason.TIER_FAILED)  # lookups must not wait for it
+            self.settle(fill, MissReason.TIER_FAILED)  # lookups must not wait for it
             raise
         if is_ready:
-            self._settle(fill, CAME)
+            self.settle(fill, CAME)
         elif result is Result.UNWANTED:
-            self._settle(fill, IN_A_TIER)
+            self.settle(fill, IN_A_TIER)
         elif not fill.is_settled:
             self._fail(fill, Result.CORRUPT if result is Result.DONE else result)
 
@@ -562,12 +418,13 @@ class Promotions:
         miss = MISSES.get(reason, MissReason.TIER_FAILED)
         if miss is MissReason.TIER_FAILED:
             self.failed_at = self._clock()
-        self._settle(fill, miss)
-        self._cache.blocks.record_misses(fill.queue.namespace.group(fill.queue.group.group_index), fill.key, miss)
+        self.settle(fill, miss)
+        self._cache.blocks.record_misses(fill.queue.group, fill.key, miss)
 
-    def _settle(self, fill: Fill, reason: int) -> None:
+    def settle(self, fill: Fill, reason: int) -> None:
         """Count the key once for all lookups that asked for it, as found if it CAME or is IN_A_TIER, else as a miss.
-        None waits for it any more. It is not begun. A fill that was settled before stays as it is."""
+        None waits for it any more. It is not begun; a read of it that runs, as when its key is removed, ends without
+        effect. A fill that was settled before stays as it is."""
         if fill.is_settled:
             return
         fill.is_settled = True
@@ -575,7 +432,7 @@ class Promotions:
         for asked, position in askers:
             asked.set(position, bytes([reason]))
         if reason in (CAME, IN_A_TIER):
-            counters = fill.queue.namespace.counters
+            counters = fill.queue.group.namespace.counters
             if self.shared:
                 counters.found_shared += len(askers)
             else:
@@ -585,11 +442,11 @@ class Promotions:
             self._count(fill.queue, -1)
         for lease in fill.leases:
             lease.coming -= 1
-        keys = self._coming.get(fill.queue.group.tag, {})
+        keys = self._coming.get(fill.queue.block_group.tag, {})
         if keys.get(fill.key) is fill:
             del keys[fill.key]
             if not keys:
-                del self._coming[fill.queue.group.tag]
+                del self._coming[fill.queue.block_group.tag]
 
     def _count(self, queue: FillQueue, queued: int = 0, under_way: int = 0) -> None:
         """Count blocks that joined a queue or began, or left and ended if negative. Drop a queue that has none left."""
@@ -598,9 +455,8 @@ class Promotions:
         if not self._queued_by[queue.first_lease.session]:
             del self._queued_by[queue.first_lease.session]
         queue.under_way += under_way
-        self.under_way_bytes += under_way * queue.block_bytes
         if queue.is_reserved:
-            self._count_reserved((queued + under_way) * queue.block_bytes)
+            self._count_reserved((queued + under_way) * queue.group.block_bytes)
         if not (queue.fills or queue.under_way):
             self._queues.pop(queue, None)
             if queue in queue.together:

@@ -14,11 +14,12 @@ import numpy as np
 from kvoffd.cache.asked_keys import AskedKeys
 from kvoffd.cache.block_table import FREE, READY, UNANSWERED_YET, WRITING
 from kvoffd.cache.cache import Cache
-from kvoffd.cache.namespace import MissReason, Namespace
+from kvoffd.cache.namespace import Group, MissReason, Namespace
 from kvoffd.cache.prefetches import NO_SESSION
 from kvoffd.cache.tickets import Lease
 from kvoffd.pool.allocator import PAGE_BYTES
-from kvoffd.tiering.promotions import SLOWER, Asker, Coming, Fill, FillQueue, Promotions
+from kvoffd.tiering.fills import Coming, Fill, FillQueue
+from kvoffd.tiering.promotions import SLOWER, Promotions
 from kvoffd.tiering.unanswered_keys import UnansweredKeys
 from kvoffd.tiering.writer import block_group_of
 from kvoffd.tiers.header import BlockGroup
@@ -54,10 +55,6 @@ class _Lookup:
     worth_reading: set[Promotions] = field(default_factory=set)
     """Sources that are read for one of its groups: one group without the others cannot be loaded."""
 
-    @property
-    def namespace(self) -> Namespace:
-        return self.lease.namespace
-
     def mark(self, part: _Range, places: Sequence[int], reason: int) -> None:
         """Record a reason for some keys, by ascending indices, unless they were counted before."""
         if self.asked is None or not places:
@@ -68,16 +65,13 @@ class _Lookup:
         for at in places:
             self.asked[part.number].mark(part.start + at, part.start + at + 1, reason)
 
-    def asker(self, part: _Range, at: int) -> list[Asker]:
-        """Return where a key is counted if it does not come; nothing if it was counted before."""
-        return [(self.asked[part.number], part.start + at)] if self.asked is not None else []
-
 
 class _Range:
     """Keys of one group of a lookup, and what is known of them by index."""
 
     def __init__(
         self,
+        group: Group,
         block_group: BlockGroup,
         keys: Sequence[bytes],
         states: memoryview,
@@ -85,8 +79,9 @@ class _Range:
         number: int,
         start: int,
     ) -> None:
-        self.group, self.keys, self.states, self.coming = block_group, keys, states, coming
-        """``states``: the lookup's answer. ``coming``: fills that exist already."""
+        self.group, self.block_group, self.keys, self.states, self.coming = group, block_group, keys, states, coming
+        """``block_group``: of the group, for tiers. ``states``: the lookup's answer. ``coming``: fills that exist
+        already."""
         self.number, self.start = number, start
         """Positions of the group in the request, and of the first key in the group."""
         free = len(states) if not any(states) else 0
@@ -110,7 +105,7 @@ class _Range:
                 return
             every, tier = len(self.unfound) == len(self.keys), source.tier
             keys = self.keys if every else list(map(self.keys.__getitem__, self.unfound))
-            found, question = tier.find(self.group, keys, prefix=prefix)
+            found, question = tier.find(self.block_group, keys, prefix=prefix)
             self.question = question if every else None
             if any(found):
                 absent, present, asked = (compress(self.unfound, found.translate(one)) for one in _ANSWER_TABLES)
@@ -170,23 +165,23 @@ class TierLookups:
     ) -> list[bytes]:
         namespace, lease.wait_s = lease.namespace, 0.0
         sources = self._sources_for(lease, asked)
-        every = [namespace.group(group) for group, _ in groups]
+        every = [namespace.groups[index] for index, _ in groups]
         if not sources or not groups or not every[0].lengths:
             return states
         ready_bytes = sum(one.count(READY) * group.block_bytes for one, group in zip(states, every, strict=True))
         # Earlier lookups under the same lease may have found the beginning of the prompt.
         held_bytes = max(ready_bytes, int(self._cache.blocks.pages[lease.blocks].sum()) * PAGE_BYTES)
-        held_bytes += sum(fill.queue.block_bytes for fill in self._awaits.get(lease, ()) if not fill.is_settled)
+        held_bytes += sum(fill.queue.group.block_bytes for fill in self._awaits.get(lease, ()) if not fill.is_settled)
         free_bytes = inf if asked is not None else self._cache.leases.leasable_bytes
-        left_bytes = self._cache.leases.most_bytes - sum(one.given_up_bytes for one in self._sources) - held_bytes
+        left_bytes = self._cache.leases.most_bytes - sum(one.reads.given_up_bytes for one in self._sources) - held_bytes
         lookup = _Lookup(lease, asked, sources, left_bytes, free_bytes)
         answer, may_grow = list(map(bytearray, states)), False
         for number, limit in _whole_prefixes_first(namespace, groups, answer):
             start = run_end(answer[number]) if limit is None else 0
             keys: list[bytes] = np.frombuffer(groups[number][1], namespace.key_type)[start:limit].tolist()
-            block_group = block_group_of(every[number])
+            group, block_group = every[number], block_group_of(every[number])
             shown, coming = memoryview(answer[number])[start:limit], self._coming.get(block_group.tag, {})
-            part = _Range(block_group, keys, shown, coming, number, start)
+            part = _Range(group, block_group, keys, shown, coming, number, start)
             if limit is None:
                 may_grow |= self._find_run(lookup, part)
             else:
@@ -267,7 +262,7 @@ class TierLookups:
         Stores are not asked if the disks have the whole window at the end. ``may_grow``: more keys may follow, because
         stores are being asked about the prefix.
         """
-        spec = lookup.namespace.specs[part.group.group_index]
+        spec = part.group.namespace.specs[part.group.index]
         window = range(0)
         for shared in (False, True):
             part.look([source for source in lookup.sources if source.shared is shared], prefix=False)
@@ -286,7 +281,7 @@ class TierLookups:
     def _await_answers(self, lookup: _Lookup, part: _Range, *, prefix: bool) -> None:
         """Have the lookup wait for the answers about keys that a store is being asked for."""
         lookup.lease.asking += len(part.asking)
-        lookup.asking_bytes += len(part.asking) * lookup.namespace.group(part.group.group_index).block_bytes
+        lookup.asking_bytes += len(part.asking) * part.group.block_bytes
         lookup.lease.coming += len(part.asking)
         if len(part.asking) == len(part.keys):
             part.states[:] = bytes([SHARED]) * len(part.keys)
@@ -303,18 +298,17 @@ class TierLookups:
         for tier in dict.fromkeys(part.asking.values()):
             places = [at for at, one in part.asking.items() if one is tier]
             keys = [part.keys[at] for at in places]
-            self._unanswered.add(tier, part.group.tag, keys, asked, [part.start + at for at in places])
+            self._unanswered.add(tier, part.block_group.tag, keys, asked, [part.start + at for at in places])
 
     def _request(self, lookup: _Lookup, part: _Range, places: Sequence[int]) -> None:
         """Request keys that are in a tier or coming, up to the first that cannot be requested; set their states."""
         if not places:
             return
         slower, lease, queues = self._skip_slower(lookup, part, places), lookup.lease, dict[Promotions, FillQueue]()
-        group, together = part.group, lookup.queues
-        block_bytes = lease.namespace.group(part.group.group_index).block_bytes
+        group, block_bytes, together = part.block_group, part.group.block_bytes, lookup.queues
         for number, at in enumerate(places):
             key = part.keys[at]
-            if (fill := self._coming.get(part.group.tag, {}).get(key)) is None:
+            if (fill := self._coming.get(group.tag, {}).get(key)) is None:
                 source = part.there[at]
                 if source in slower:
                     lookup.mark(part, places[number:], MissReason.SKIPPED)
@@ -327,7 +321,7 @@ class TierLookups:
                         return
                     lookup.free_bytes = inf
                 if (queue := queues.get(source)) is None:
-                    queue = queues[source] = FillQueue(lease, lease, group, source, block_bytes, together=together)
+                    queue = queues[source] = FillQueue(lease, lease, part.group, group, source, together=together)
                 if (fill := source.enqueue(queue, key)) is None:
                     lookup.mark(part, places[number:], MissReason.TIER_LATE)
                     return
@@ -341,13 +335,14 @@ class TierLookups:
                 lease.coming += 1
                 self._awaits.setdefault(lease, {})[fill] = fill.leases[lease] = None
             part.found_by[fill.queue.source.tier.name] = None
-            fill.askers += lookup.asker(part, at)
+            if lookup.asked is not None:  # else it was counted before
+                fill.askers.append((lookup.asked[part.number], part.start + at))
             part.states[at] = SHARED if fill.queue.source.shared else PENDING
 
     def _may_wait_for_space(self, lookup: _Lookup, part: _Range, key: bytes) -> bool:
         """Return whether a repeated lookup may begin to wait for space: a store had not answered to the first one, or
         the key had space then."""
-        reason = self._cache.life.reasons_of(lookup.namespace.group(part.group.group_index), key)[0]
+        reason = self._cache.life.reasons_of(part.group, key)[0]
         return lookup.lease.session != NO_SESSION and reason not in (MissReason.NO_SPACE, MissReason.QUOTA)
 
     def _wait_together(self, lookup: _Lookup, queue: FillQueue) -> None:
@@ -371,7 +366,7 @@ class TierLookups:
         slower = {
             source
             for source, count in counts.items()
-            if source not in lookup.worth_reading and source.is_slower(lookup.namespace, part.group.group_index, count)
+            if source not in lookup.worth_reading and source.is_slower(part.group, count)
         }
         lookup.worth_reading |= counts.keys() - slower
         for source in slower:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -15,8 +15,9 @@ from kvoffd.cache.namespace import MissReason, Namespace
 from kvoffd.system.calls import call_each
 from kvoffd.system.newest import put_newest
 from kvoffd.tiering import TieringSettings, WriteMode
+from kvoffd.tiering.fills import Coming
 from kvoffd.tiering.promoted_blocks import PromotedBlocks
-from kvoffd.tiering.promotions import Coming, Promotions
+from kvoffd.tiering.promotions import Promotions
 from kvoffd.tiering.tier_lookups import TierLookups
 from kvoffd.tiering.unanswered_keys import UnansweredKeys
 from kvoffd.tiering.writer import Writer, block_group_of
@@ -43,7 +44,8 @@ class Tiering:
     |--------------------|----------------------------------------------------------------------------------------|
     | ``TierLookups``    | which keys are in a tier, which of these are requested, and the leases that await them |
     | ``UnansweredKeys`` | keys that stores are being asked for, until they are counted                           |
-    | ``Promotions``     | of each source, the requested blocks on their way to the pool                          |
+    | ``Promotions``     | of each source, the requested blocks on their way to the pool; those that are being    |
+    |                    | read are in ``SourceReads``                                                            |
     | ``PromotedBlocks`` | those that have come, until they are loaded                                            |
     | ``Writer``         | of all disks, and of each store, the blocks on their way down                          |
 
@@ -87,9 +89,9 @@ class Tiering:
         return self.sources[: len(self._disk_tiers)]
 
     @property
-    def stores(self) -> Iterable[tuple[Promotions, Writer]]:
-        """The sources that nodes share, with their writers."""
-        return zip(self.sources[len(self._disk_tiers) :], self.writers[1:], strict=True)
+    def stores(self) -> list[Promotions]:
+        """The sources that nodes share."""
+        return self.sources[len(self._disk_tiers) :]
 
     @property
     def disk_writer(self) -> Writer:
@@ -97,26 +99,27 @@ class Tiering:
 
     def add_store(self, tier: Tier, settings: TieringSettings) -> Promotions:
         """Add a store that nodes share, for blocks that neither the pool nor the earlier sources have."""
-        added, source = self._promoted_blocks.sources, self._make_source(tier, settings, shared=True)
-        number = len(added)
+        number, added = len(self._promoted_blocks.sources), self._promoted_blocks.sources
+        writer = self._make_writer([tier], settings, lambda: added[number : number + 1], shared=True)
+        source = self._make_source(tier, settings, writer, shared=True)
         added.append(source)
         self.sources.append(source)
-        self.writers.append(self._make_writer([tier], settings, lambda: added[number : number + 1], shared=True))
+        self.writers.append(writer)
         return source
 
     def add_disk(self, tier: Tier) -> Promotions:
         """Add a disk, before the stores. What fills may use of the pool is divided between all disks."""
-        source = self._make_source(tier, self._disk_settings, shared=False)
+        source = self._make_source(tier, self._disk_settings, self.disk_writer, shared=False)
         self._promoted_blocks.sources.append(source)
         self.sources.insert(len(self._disk_tiers), source)
         self._disk_tiers.append(tier)
-        whole_bytes = source.most_bytes
+        whole_bytes = source.reads.most_bytes
         for one in self.disks:
-            one.most_bytes = whole_bytes // len(self._disk_tiers)
+            one.reads.most_bytes = whole_bytes // len(self._disk_tiers)
         return source
 
-    def _make_source(self, tier: Tier, settings: TieringSettings, *, shared: bool) -> Promotions:
-        parts = self._cache, self._clock, self._coming, self.sources, self._promoted
+    def _make_source(self, tier: Tier, settings: TieringSettings, writer: Writer, *, shared: bool) -> Promotions:
+        parts = self._cache, self._clock, self._coming, self.sources, writer, self._promoted_blocks
         return Promotions(tier, settings, *parts, shared=shared)
 
     def _make_writer(
@@ -131,21 +134,16 @@ class Tiering:
 
     def replace_source(self, source: Promotions, settings: TieringSettings) -> Promotions:
         """Replace an idle source whose tier serves another peer from now on, of which nothing is known yet."""
-        new = self._make_source(source.tier, settings, shared=source.shared)
+        new = self._make_source(source.tier, settings, source.writer, shared=source.shared)
         self._promoted_blocks.replace_source(source, new)
         self.sources[self.sources.index(source)] = new
         return new
-
-    def _promoted(self, source: Promotions, block: int) -> None:
-        at = 1 + self.sources.index(source) - len(self._disk_tiers)
-        self.writers[max(0, at)].was_read(block)
-        self._promoted_blocks.promoted(source, block)
 
     # --- what the cache calls: see TierHooks -----------------------------------------------------
 
     def used(self, blocks: BlockIds) -> None:
         if writers := [writer for writer in self.writers if writer.available]:
-            for group, members in self._cache.life.by_group(blocks):
+            for group, members in self._cache.blocks.by_group(blocks):
                 for writer in writers:
                     writer.used(group, members)
 
@@ -157,7 +155,7 @@ class Tiering:
     def evicted(self, blocks: BlockIds) -> None:
         self._promoted_blocks.evicted(blocks)
         # The disks' hands spare evicted blocks, from the next tick on: an engine's store waits for this call.
-        for group, members in self._cache.life.by_group(blocks):
+        for group, members in self._cache.blocks.by_group(blocks):
             if group.retired:
                 continue
             keys = self._cache.blocks.split_keys(members, group.key_bytes)
@@ -189,7 +187,7 @@ class Tiering:
         single_keys, block_group = namespace.split(group, keys), block_group_of(namespace.group(group))
         coming = self._coming.get(block_group.tag, {})
         for fill in [coming[key] for key in single_keys if key in coming]:
-            fill.queue.source.invalidate(fill, why)
+            fill.queue.source.settle(fill, why)
         for source in self.sources:
             # Other nodes use a store's blocks; bytes that are wrong here are not wrong there.
             if not source.shared or why is not MissReason.CORRUPT:
@@ -198,9 +196,9 @@ class Tiering:
     def cancel_promotions(self, namespace: Namespace) -> None:
         for keys in list(self._coming.values()):
             for fill in list(keys.values()):
-                if fill.queue.namespace is not namespace:
+                if fill.queue.group.namespace is not namespace:
                     break  # all keys of a tag belong to one namespace
-                fill.queue.source.invalidate(fill, MissReason.INVALIDATED)
+                fill.queue.source.settle(fill, MissReason.INVALIDATED)
 
     # --- what the daemon calls -------------------------------------------------------------------
 

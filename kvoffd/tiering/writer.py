@@ -154,12 +154,12 @@ def block_group_of(group: Group) -> BlockGroup:
     return make_block_group(group.namespace.fingerprint, group.namespace.generation, group.index, group.lengths)
 
 
-def writes_of(cache: Cache, group: Group, blocks: BlockIds) -> list[BlockWrite]:
-    """Return the writes of READY blocks, except those without a checksum, or with wrong bytes."""
+def writes_of(cache: Cache, group: Group, blocks: BlockIds, keys: Sequence[bytes]) -> list[BlockWrite]:
+    """Return the writes of READY blocks with these keys, except those without a checksum, or with wrong bytes."""
     slots = cache.blocks.slots(blocks, len(group.sizes))
     records = cache.table.records[slots]
     bad = ((records["checksum"] == 0) | (cache.blocks.shard[slots] & CORRUPT != 0)).any(axis=1)
-    keys, block_group = cache.blocks.split_keys(blocks, group.key_bytes), block_group_of(group)
+    block_group = block_group_of(group)
     columns = bad, records["first_block"], records["checksum"], cache.slots.offsets(slots)
     return [
         BlockWrite(blocks[at : at + 1], Block(block_group, key, tuple(firsts), tuple(sums)), offsets)
@@ -365,13 +365,14 @@ class Writer:
         """Count blocks that left the pool and are in no tier."""
         evicted, self._evicted = self._evicted, []
         for group, keys, reasons in evicted:
-            self.not_written += Counter(compress(reasons, self._is_wanted(group, keys)))
+            if self._takes(group):
+                self.not_written += Counter(compress(reasons, self._are_wanted(group, keys)))
 
     def _look_at_cold_end(self, before: dict[int, tuple[int, str]]) -> None:
         """Examine blocks that are next to be evicted. ``before``: ``_rejected`` as of the last tick."""
         left, left_bytes = MAX_COLD_BLOCKS, self._cold_bytes
         for batch in self._cache.order.candidates():
-            for group, members in self._cache.life.by_group(batch):
+            for group, members in self._cache.blocks.by_group(batch):
                 cold = members[: max(0, min(left, -(-left_bytes // group.block_bytes)))]
                 left -= len(cold)
                 if not group.retired:
@@ -448,10 +449,10 @@ class Writer:
         """Return the writes among the next few waiting blocks. The rest of this batch leaves the queue."""
         batch = dict(islice(self.waiting.items(), MAX_BEGUN))
         chosen: dict[int, BlockWrite] = {}
-        for group, members in self._cache.life.by_group(self._still_ready(batch)):
-            blocks, _ = self._unwritten(group, members)
+        for group, members in self._cache.blocks.by_group(self._still_ready(batch)):
+            blocks, keys = self._unwritten(group, members)
             if blocks.size:
-                chosen |= {write.number: write for write in writes_of(self._cache, group, blocks)}
+                chosen |= {write.number: write for write in writes_of(self._cache, group, blocks, keys)}
         for block in batch:
             if block not in chosen:
                 del self.waiting[block]
@@ -499,20 +500,19 @@ class Writer:
             group.retired or namespace.of_bench or self._leaves_out(namespace.fingerprint)
         )
 
-    def _is_wanted(self, group: Group, keys: Sequence[bytes]) -> npt.NDArray[np.bool_]:
-        """Return which keys are in no tier, are not being written to one, and should be."""
-        wanted = np.full(len(keys), self._takes(group))
-        if keys:
-            for tier in self._tiers:
-                wanted &= tier.wants(block_group_of(group), keys)
+    def _are_wanted(self, group: Group, keys: Sequence[bytes]) -> npt.NDArray[np.bool_]:
+        """Return which keys of a group that is written are in no tier, and are not being written to one."""
+        wanted, block_group = np.ones(len(keys), np.bool_), block_group_of(group)
+        for tier in self._tiers:
+            wanted &= tier.wants(block_group, keys)
         return wanted
 
     def _unwritten(self, group: Group, blocks: BlockIds) -> tuple[BlockIds, list[bytes]]:
-        """Return the blocks that are ``_is_wanted`` and not being written, and their keys."""
+        """Return the blocks that are written, in no tier and not being written, and their keys."""
         if not blocks.size or not self._takes(group):
             return blocks[:0], []
         keys = self._cache.blocks.split_keys(blocks, group.key_bytes)
-        wanted = self._is_wanted(group, keys) & [block not in self.under_way for block in blocks.tolist()]
+        wanted = self._are_wanted(group, keys) & [block not in self.under_way for block in blocks.tolist()]
         return blocks[wanted], [keys[at] for at in np.flatnonzero(wanted).tolist()]
 
     @property

@@ -50,7 +50,7 @@ def test_a_store_that_fails_inside_leaves_nothing() -> None:
     def fail(*given: object) -> bool:
         raise ZeroDivisionError
 
-    rig.cache.space._victims.next_if_all_of = fail  # type: ignore[method-assign]
+    rig.cache.space.victims.next_if_all_of = fail  # type: ignore[method-assign]
     with pytest.raises(ZeroDivisionError):
         rig.cache.stores.begin(namespace, 0, [StorePart(0, keys_of(1)), StorePart(1, keys_of(*range(9)))])
     assert rig.cache.life.usage.free == rig.slots.pool_bytes
@@ -504,7 +504,7 @@ def test_prompts_that_wait_for_a_report_are_bounded_and_counted_in_steps() -> No
     namespace = rig.open("a")
     for lease_id in range(1000):
         rig.cache.lookup(namespace, 1, 1 + lease_id, [], reported=True)
-    assert not rig.cache.prompts._uncounted._by_lease, "there is nothing to count"
+    assert not rig.cache.prompts.uncounted._by_lease, "there is nothing to count"
     for lease_id in range(200):
         rig.cache.lookup(namespace, 1, 1 + lease_id, [(0, keys_of(lease_id))], reported=True)
     assert misses(namespace) == {}
@@ -796,7 +796,7 @@ def test_namespaces_that_do_not_fit_are_those_with_the_fewest_blocks(caplog: pyt
 def order(rig: CacheRig) -> list[int]:
     """Keys of 8 bytes in the order in which they would go."""
     every = np.concatenate([np.empty(0, np.uint32), *rig.cache.order.candidates()])
-    keys = [key for _, alike in rig.cache.life.by_group(every) for key in rig.cache.blocks.split_keys(alike, 8)]
+    keys = [key for _, alike in rig.cache.blocks.by_group(every) for key in rig.cache.blocks.split_keys(alike, 8)]
     return [int.from_bytes(key, "big") for key in keys]
 
 

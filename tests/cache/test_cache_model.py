@@ -239,7 +239,7 @@ class CacheMachine(RuleBasedStateMachine):
         namespace, _, group = self.geometry(space, 0, group)
         names = self.names(space, group, chain)
         lacking = [n for n, name in enumerate(names) if self.state(name) == FREE and name not in names[:n]]
-        lacked = self.cache.stores.begin_fill(namespace, group, namespace.split(group, keys_of(*chain)))
+        lacked = self.cache.stores.begin_fill(namespace.group(group), namespace.split(group, keys_of(*chain)))
         tickets = {number: ticket for number, ticket in lacked.items() if ticket is not None}
         self.notice_what_went({names[number] for number in lacking})
         assert list(lacked) == lacking
@@ -481,8 +481,8 @@ class CacheMachine(RuleBasedStateMachine):
         own = [number for number, lease in self.leases.items() if lease.session == session]
         assert self.cache.end_session(session) == len(own)
         self.end_leases(own)
-        while self.cache.prompts._uncounted.has_ended:
-            for prompt in self.cache.prompts._uncounted.take_some():
+        while self.cache.prompts.uncounted.has_ended:
+            for prompt in self.cache.prompts.uncounted.take_some():
                 self.cache.prompts._count(prompt, None)
         for name in [name for name in self.unreported if name[0] == session]:
             namespace, asked = self.unreported.pop(name)

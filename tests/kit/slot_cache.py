@@ -253,7 +253,7 @@ def check_invariants(cache: Cache) -> None:
     assert (cache.blocks.pinned_bytes, cache.blocks.pinned_blocks) == (pinned, pinned_blocks)
     assert cache.life.quarantined_slots == len(quarantined)
     assert cache.blocks.unverified_slots == unverified
-    for number, known in cache.life.groups.items():
+    for number, known in cache.blocks.groups.items():
         assert known.number == number
         assert known.retired or known.namespace.groups[known.index] is known
         assert all(known.by_state.blocks[state] == counts.pop((known, state), 0) for state in (WRITING, READY, DROPPED))

@@ -156,7 +156,7 @@ class TieringHarness(CacheRig):
         for key in namespace.split(0, keys):
             self.put(namespace, key)
             blocks = self.blocks(namespace, key)
-            (write,) = writes_of(self.cache, namespace.group(0), blocks)
+            (write,) = writes_of(self.cache, namespace.group(0), blocks, [key])
             assert self.tier.write(write.copy, write.offsets, done)
             self.tier.end_all()
             self.evict(namespace, key)

@@ -20,9 +20,11 @@ from weakref import ref
 import numpy as np
 import pytest
 
+from kvoffd.cache.cache import Cache
 from kvoffd.cache.namespace import MissReason, Namespace
 from kvoffd.config import Config, ServerLimits
 from kvoffd.errors import BadBlockIds, KvoffdError
+from kvoffd.server.events import EventLog
 from kvoffd.server.handlers import Pending, handlers_of
 from kvoffd.server.jobs import QUIET_S, checked_parts
 from kvoffd.server.lifeline import Connection
@@ -31,6 +33,7 @@ from kvoffd.server.persistence import State
 from kvoffd.server.scrubber import Scrubber
 from kvoffd.server.session import ClientProcess, Session
 from kvoffd.server.sessions import credit_bytes, may_connect
+from kvoffd.server.tier_supervisor import TierSupervisor
 from kvoffd.system.mappings import HostMapping
 from kvoffd.transfer.engine import CopyEngine, EngineMemory, OnMapped, Transfer
 from kvoffd.transfer.plan import CopyEnd, Direction, build_layouts
@@ -52,7 +55,11 @@ ADDRESS = 1 << 40
 class Bench(CopyEngine):
     """A service, its host, and its engine, which copies nothing: the oldest copy ends when a test says so."""
 
-    def __init__(self, limits: ServerLimits | None = None) -> None:
+    def __init__(
+        self,
+        limits: ServerLimits | None = None,
+        make_tiers: Callable[[Bench, Cache, EventLog], TierSupervisor] | None = None,
+    ) -> None:
         self.copies: list[Transfer] = []
         self.now = 100.0
         queue: Any = SimpleNamespace(submit=self.copies.append)
@@ -66,8 +73,9 @@ class Bench(CopyEngine):
             unmap=lambda segments, then: then(),
         )
         self.pool = make_pool(POOL_BYTES, None)
-        config = Config(pool_bytes=POOL_BYTES, limits=limits or ServerLimits())
-        self.service = make_service(config, self.pool, None, self, host, State(NoStateFile()))
+        self.config, self.state = Config(pool_bytes=POOL_BYTES, limits=limits or ServerLimits()), State(NoStateFile())
+        tiers = (lambda cache, events, pool: make_tiers(self, cache, events)) if make_tiers is not None else None
+        self.service = make_service(self.config, self.pool, None, self, host, self.state, tiers)
 
     def end_copy(self) -> None:
         self.copies[0].on_done(self.copies.pop(0), CopyEnd.DONE)

@@ -215,7 +215,7 @@ def test_a_place_knows_nothing_of_the_peer_that_had_it_before() -> None:
     tier = rig.share(quiet, "peer://slow:7400")
     tier.only_named, tier.idle, tier.become = True, True, partial(setattr, tier, "name")  # type: ignore[attr-defined]
     place = NamedPeer(0, cast(Any, tier), rig.tiering.sources[-1])
-    place.source.speed.measured, place.source.failures["overdue"] = 1.0, 3
+    place.source.reads.speed.measured, place.source.failures["overdue"] = 1.0, 3
     place.source.promoted_blocks, rig.tiering._promoted_blocks._source_of[3] = 7, len(rig.tiering.sources)
     made = SimpleNamespace(
         _clock=rig.clock,
@@ -226,6 +226,6 @@ def test_a_place_knows_nothing_of_the_peer_that_had_it_before() -> None:
     )
     assert TierSupervisor._give_place(cast(Any, made), "peer://fast:7400") == "peer://fast:7400"
     assert rig.tiering.sources[-1] is place.source
-    assert (place.source.name, place.source.speed.measured) == ("peer://fast:7400", 0.0)
+    assert (place.source.name, place.source.reads.speed.measured) == ("peer://fast:7400", 0.0)
     assert (place.source.failures, place.source.promoted_blocks) == ({}, 0)
     assert not rig.tiering._promoted_blocks._source_of.any(), "its blocks do not count as unused ones of the new peer"

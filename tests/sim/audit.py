@@ -169,7 +169,7 @@ class Audit:
         sessions = {session.id for session in self._service.sessions}
         for lease in {**dict.fromkeys(cache.leases.by_id.values()), **dict.fromkeys(cache.leases._to_unpin)}:
             assert lease.session in sessions or not lease.active, "a lease of a session that has ended"
-            assert not lease.active or not any(group.retired for group, _ in cache.life.by_group(lease.blocks)), (
+            assert not lease.active or not any(group.retired for group, _ in cache.blocks.by_group(lease.blocks)), (
                 "a lease outlives a reset"
             )
             pins.update(lease.blocks.tolist())  # of one that has ended they are unpinned in the background
@@ -240,7 +240,7 @@ def watch_narrow(cache: Cache) -> None:
 def blocks_of(cache: Cache, wanted: npt.NDArray[np.bool_]) -> dict[bytes, Readable]:
     """By namespace, its blocks among those wanted."""
     found = defaultdict[bytes, Readable](set)
-    for group, alike in cache.life.by_group(np.flatnonzero(wanted).astype(np.uint32)):
+    for group, alike in cache.blocks.by_group(np.flatnonzero(wanted).astype(np.uint32)):
         if not group.retired:
             keys = group.namespace.split(group.index, cache.blocks.keys(alike, group.key_bytes))
             found[group.namespace.fingerprint] |= {(group.index, key) for key in keys}

@@ -267,7 +267,7 @@ class WatchedPool:
 def records_of(cache: Cache) -> list[tuple[int, SlotOwner, int, int]]:
     """Offset, owner, first block and length in bytes of each slot of the blocks that are READY in a cache."""
     found, heads = [], np.flatnonzero(cache.blocks.state == READY).astype(np.uint32)
-    for group, alike in cache.life.by_group(heads):
+    for group, alike in cache.blocks.by_group(heads):
         if group.retired:
             continue
         space, world_size = group.namespace, len(group.sizes)

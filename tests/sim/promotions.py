@@ -10,7 +10,8 @@ from kvoffd.cache.block_table import READY, BlockIds
 from kvoffd.cache.prefetches import NO_SESSION
 from kvoffd.cache.tickets import Lease
 from kvoffd.server.service import Service
-from kvoffd.tiering.promotions import Fill, Promotions
+from kvoffd.tiering.fills import Fill
+from kvoffd.tiering.promotions import Promotions
 from kvoffd.tiering.read_speed import SILENCE_S
 from kvoffd.tiering.writer import block_group_of
 from kvoffd.tiers.header import Block
@@ -67,10 +68,10 @@ class PromotionWatch:
                     awaited = self._awaited.setdefault(fill, {})
                     awaited[lease] = surely or awaited.get(lease, False)
                     if surely:
-                        block_bytes[fill.queue.source] = fill.queue.block_bytes
+                        block_bytes[fill.queue.source] = fill.queue.group.block_bytes
         for source, nbytes in block_bytes.items():
-            if source.under_way:
-                silent_s = self._clock() - max(self._came_at[source], next(iter(source.under_way)).begun_at)
+            if source.reads.under_way:
+                silent_s = self._clock() - max(self._came_at[source], next(iter(source.reads.under_way)).begun_at)
                 least_s = silent_s * nbytes / self._largest_bytes[source] / max(1.0, tiers.bend)
                 if silent_s >= SILENCE_S and reply.wait_ms / 1000 < least_s - ROUNDED_S:
                     raise Broken(f"a tier is silent for {silent_s:.1f} s, and its blocks are expected at once")
@@ -81,7 +82,7 @@ class PromotionWatch:
         source = fill.queue.source
         self._begun += 1
         self._reads[fill] = self._begun
-        self._largest_bytes[source] = max(self._largest_bytes[source], fill.queue.group.nbytes)
+        self._largest_bytes[source] = max(self._largest_bytes[source], fill.queue.block_group.nbytes)
 
     def watched(self, on_end: ReadEnd) -> ReadEnd:
         """What a tier is to call that is about to read a block."""
@@ -110,7 +111,7 @@ class PromotionWatch:
             self._came_at[source] = now
         leases = [lease for lease, surely in self._awaited.pop(fill, {}).items() if surely]
         if self._cache.blocks.state[block] == READY:
-            waiting = [lease for lease in self._waiting(leases) if self._may_hold(lease, fill.queue.block_bytes)]
+            waiting = [lease for lease in self._waiting(leases) if self._may_hold(lease, fill.queue.group.block_bytes)]
             self._held.setdefault(block, set()).update(waiting)
             self._counts["promoted_awaited"] += bool(waiting)
 
@@ -130,15 +131,15 @@ class PromotionWatch:
     def check_given_up(self, source: Promotions) -> None:
         """What is overdue is given up, and nothing else."""
         now, patience_s = self._clock(), source._patience_s
-        for fill in source.given_up.keys() - self._given_up:
+        for fill in source.reads.given_up.keys() - self._given_up:
             number = self._reads[fill]
             ends = (at for other, at in self._ends[source].items() if other < number)
             if now - max([fill.begun_at, *ends]) < patience_s:
                 raise Broken("a read is given up although those before it have only just ended")
             self._given_up.add(fill)
             self._counts["read_given_up"] += 1
-        if source.under_way:
-            first = next(iter(source.under_way))
+        if source.reads.under_way:
+            first = next(iter(source.reads.under_way))
             last_at = max(self._ends[source].values(), default=0.0)
             if now - max(first.begun_at, last_at) > 2 * patience_s + PAUSES_S:
                 raise Broken("a read that is overdue is not given up")

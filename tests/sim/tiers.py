@@ -78,20 +78,20 @@ class SimTiers(TierSupervisor):
         """Open the disk."""
         self._disks.append(entry := Disk(DiskSize("/", 1), CounterWindows(self._clock)))
         self._opened(entry, self.disk.open(self.tiering, service), self.tiering)
-        self.tiering.disks[0].speed = BentSpeed(self._clock)
+        self.tiering.disks[0].reads.speed = BentSpeed(self._clock)
         self.disk.check_dropped(self.disk.blocks())
 
     def share_one(self, tier: SharedTier) -> None:
         self.shared.append(tier)
         self.tiering.add_store(tier, self._settings(WriteMode(self._config.shared_write)))
-        self.tiering.sources[-1].speed = BentSpeed(self._clock)
+        self.tiering.sources[-1].reads.speed = BentSpeed(self._clock)
 
     def bend_speeds(self, factor: float) -> None:
         """Have what is known of all tiers' speed be wrong by a factor from now on."""
         self.bend = factor
         for source in self.tiering.sources:
-            assert isinstance(source.speed, BentSpeed)
-            source.speed.bend = factor
+            assert isinstance(source.reads.speed, BentSpeed)
+            source.reads.speed.bend = factor
 
     def stop_sharing(self, fingerprint: bytes) -> None:
         self._stop_sharing(fingerprint)

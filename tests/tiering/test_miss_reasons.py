@@ -123,7 +123,7 @@ def test_what_comes_too_late_is_late_and_what_is_behind_it_in_the_pool_is_not(
     rig.put(rig.space, keys_of(2))
     rig.put_in_tier(rig.space, keys_of(1, 3))
     rig.ask(1)
-    assert rig.cache.prompts._uncounted._by_lease[1, 1][0].sources == (rig.tier.name,)
+    assert rig.cache.prompts.uncounted._by_lease[1, 1][0].sources == (rig.tier.name,)
     if outcome:
         rig.finish_promotions()
     assert rig.count(1, **outcome) == [MissReason.TIER_LATE, MissReason.AFTER_GAP, MissReason.TIER_LATE]
@@ -161,7 +161,7 @@ def test_a_tier_that_is_down_is_the_reason_of_what_is_not_there(rig: Rig, report
     if reported:
         rig.ask(1)
         rig.store.answer()
-        assert rig.cache.prompts._uncounted._by_lease[1, 1][0].down == (tier.name,)
+        assert rig.cache.prompts.uncounted._by_lease[1, 1][0].down == (tier.name,)
         assert rig.count(1) == expected
         rig.ask(2)
         rig.store.answer()
@@ -177,7 +177,7 @@ def test_a_place_that_has_no_peer_is_no_tier_that_is_down(rig: Rig) -> None:
     """Of a peers' network it has no name, and a prompt that names no peer has none either."""
     rig.store.only_named, rig.store.name, rig.store.hangs = True, "", True
     rig.ask(1)
-    assert rig.cache.prompts._uncounted._by_lease[1, 1][0].down == ()
+    assert rig.cache.prompts.uncounted._by_lease[1, 1][0].down == ()
     assert rig.count(1) == [MissReason.UNKNOWN] * 3
 
 
@@ -187,7 +187,7 @@ def test_a_store_that_has_answered_since_is_not_down(rig: Rig, monkeypatch: pyte
     rig.ask(1)
     monkeypatch.setattr(rig.store, "is_down", lambda: False)
     rig.store.answer()
-    assert rig.cache.prompts._uncounted._by_lease[1, 1][0].down == ()
+    assert rig.cache.prompts.uncounted._by_lease[1, 1][0].down == ()
     assert rig.count(1) == [MissReason.UNKNOWN] * 3
 
 
@@ -205,9 +205,9 @@ def test_what_another_prompt_computes_is_known_where_a_store_is_asked_first(rig:
 def test_what_is_slower_to_read_from_a_disk_than_to_compute_is_skipped(rig: Rig) -> None:
     source, space = rig.tiering.sources[0], rig.space
     space.counters.prefill_tokens_per_second = 10.0 * space.specs[0].tokens_per_block
-    source.speed.measured = 5.0 * UNIT
+    source.reads.speed.measured = 5.0 * UNIT
     rig.put_in_tier(space, keys_of(1, 2, 3))
-    source.is_slower(space, 0, 1)  # one is tried now and then
+    source.is_slower(space.group(0), 1)  # one is tried now and then
     rig.ask(1)
     assert rig.count(1) == [MissReason.SKIPPED] * 3
 
@@ -215,7 +215,7 @@ def test_what_is_slower_to_read_from_a_disk_than_to_compute_is_skipped(rig: Rig)
 def test_a_slow_disk_is_tried_for_all_groups_of_a_prompt_or_for_none(rig: Rig) -> None:
     space = rig.open("b", sizes=(UNIT, UNIT))
     space.counters.prefill_tokens_per_second = 10.0 * space.specs[0].tokens_per_block
-    rig.tiering.sources[0].speed.measured = 5.0 * UNIT
+    rig.tiering.sources[0].reads.speed.measured = 5.0 * UNIT
     for group in range(2):
         give(rig, rig.tier, space, 1, 2, group=group)
     for number, expected in ((1, PENDING), (2, ABSENT)):  # nothing was read lately; then the first is
@@ -225,8 +225,8 @@ def test_a_slow_disk_is_tried_for_all_groups_of_a_prompt_or_for_none(rig: Rig) -
 
 def test_blocks_of_any_size_have_a_speed(rig: Rig) -> None:
     source, block_bytes = rig.tiering.sources[0], 64 << 20
-    source.most_bytes = 1 << 40
-    assert source._may_be_under_way(block_bytes) > MIN_BLOCKS * block_bytes
+    source.reads.most_bytes = 1 << 40
+    assert source.reads.free_bytes(block_bytes) > MIN_BLOCKS * block_bytes
 
 
 def test_prompts_without_a_report_miss_nothing_that_was_coming(rig: Rig) -> None:

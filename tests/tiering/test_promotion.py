@@ -11,14 +11,13 @@ from kvoffd.cache.block_table import BlockIds
 from kvoffd.cache.namespace import MissReason, Namespace
 from kvoffd.cache.tickets import Lease
 from kvoffd.tiering import TieringSettings, WriteMode, promotions
+from kvoffd.tiering.fills import Fill, FillQueue
 from kvoffd.tiering.promotions import (
     BEGUN_PER_END,
     ENDED_AT_ONCE,
     MAX_BEGUN,
     MAX_QUEUED,
     MAX_WITHOUT_SPACE,
-    Fill,
-    FillQueue,
 )
 from kvoffd.tiers.tier import PRESENT, Result
 from kvoffd_proto.messages import ABSENT, PENDING, READY, SHARED, HintAction
@@ -111,7 +110,7 @@ def test_a_session_that_wants_very_much_leaves_a_part_of_the_queue_to_others(rig
     namespace, source, queued = rig.open(), rig.source, list[Fill | None]()
     lease, other = (Lease(number, number, namespace, 1000.0, np.empty(0, np.uint32)) for number in (1, 2))
     for one, count in ((lease, MAX_QUEUED), (other, MAX_QUEUED // 8)):
-        queue = FillQueue(one, one, rig.group(namespace), source, UNIT)
+        queue = FillQueue(one, one, namespace.group(0), rig.group(namespace), source)
         queued += [source.enqueue(queue, number.to_bytes(8, "big")) for number in range(count)]
     assert queued[:MAX_QUEUED].count(None) == pytest.approx(MAX_QUEUED / 4, abs=2)
     assert None not in queued[MAX_QUEUED:]
@@ -235,7 +234,7 @@ def test_slots_of_reads_that_were_given_up_are_promised_to_nobody() -> None:
         rig.clock.now += QUIET.deadline_s
         rig.tiering.tick()
     rig.cache.end_session(2)
-    assert len(rig.source.given_up) == 8
+    assert len(rig.source.reads.given_up) == 8
     fits = rig.cache.leases.most_bytes // UNIT - 8
     assert rig.cache.leases.leasable_bytes == fits * UNIT
     for _ in range(2):
@@ -359,7 +358,7 @@ def test_reads_that_hang_do_not_keep_others_from_coming_up() -> None:
     rig.states(space, keys_of(*range(4)))
     rig.tiering.pump()
     stuck = list(rig.tier.jobs)
-    assert source.under_way_bytes == rig.slots.pool_bytes // 8 == 4 * UNIT
+    assert source.reads.under_way_bytes == rig.slots.pool_bytes // 8 == 4 * UNIT
     rig.clock.now += QUIET.deadline_s
     rig.tiering.tick()
     assert rig.states(space, keys_of(*range(4, 12))) == [PENDING] * 8
@@ -378,8 +377,8 @@ def test_reads_that_hang_do_not_keep_others_from_coming_up() -> None:
     rig.tiering.tick()
     rig.states(space, keys_of(*range(4)))
     rig.tiering.pump()
-    assert source.under_way_bytes == 0
-    assert len(source.given_up) == 8
+    assert source.reads.under_way_bytes == 0
+    assert len(source.reads.given_up) == 8
     for _ in range(2):  # nor does anybody wait for what they leave no space for
         assert source.waiting_blocks == 4
         rig.tiering.tick()
@@ -400,7 +399,7 @@ def test_a_lookup_is_told_how_long_what_it_waits_for_takes() -> None:
     for _ in range(60):
         rig.clock.now += 0.01
         rig.tier.end(next(iter(rig.tier.jobs)))
-    assert source.speed.measured == pytest.approx(100 * UNIT, rel=0.01)
+    assert source.reads.speed.measured == pytest.approx(100 * UNIT, rel=0.01)
     look_up(rig, space, 2, keys_of(*range(100, 150)))
     look_up(rig, space, 3, keys_of(*range(150, 200)))
     look_up(rig, space, 1, keys_of(*range(100)))
@@ -413,14 +412,14 @@ def test_a_lookup_is_told_how_long_what_it_waits_for_takes() -> None:
         rig.tiering.pump()
         rig.tier.end(next(iter(rig.tier.jobs)))
     look_up(rig, space, 1, keys_of(*range(100)))
-    assert 0 < 2 * rig.cache.leases.by_id[1].wait_s < rig.source.under_way_bytes / source.speed.current
+    assert 0 < 2 * rig.cache.leases.by_id[1].wait_s < rig.source.reads.under_way_bytes / source.reads.speed.current
 
 
 def test_a_lookup_for_which_nothing_comes_up_leaves_nothing_behind(rig: TieringHarness) -> None:
     space = rig.open()
     rig.put_in_tier(space, keys_of(1))
     space.counters.prefill_tokens_per_second = 1e9
-    rig.source.speed.measured = 1.0
+    rig.source.reads.speed.measured = 1.0
     rig.states(space, keys_of(1))  # one is tried
     rig.stop_waiting()
     assert look_up(rig, space, 1, keys_of(1)) == bytes([ABSENT])
@@ -432,7 +431,7 @@ def test_who_shares_the_beginning_of_a_prompt_waits_for_its_own_blocks_only() ->
     rig = TieringHarness(settings=QUIET, regions=100)
     space, source = rig.open(), rig.source
     rig.put_in_tier(space, keys_of(*range(200)))
-    source.speed.measured = 10.0 * UNIT
+    source.reads.speed.measured = 10.0 * UNIT
     look_up(rig, space, 1, keys_of(*range(200)))
     look_up(rig, space, 2, keys_of(*range(4)), session=2)
     assert rig.cache.leases.by_id[1].wait_s == pytest.approx(20.0)
@@ -642,7 +641,7 @@ def test_a_disk_that_hangs_costs_its_own_blocks_only() -> None:
     hanging, other = rig.tiering.disks
     assert hanging.failures["overdue"]
     assert not other.failures
-    assert hanging.most_bytes + other.most_bytes == rig.slots.pool_bytes // 8, "as much as one would have"
+    assert hanging.reads.most_bytes + other.reads.most_bytes == rig.slots.pool_bytes // 8, "as much as one would have"
     rig.cache.end_session(2)
     rig.check()
 
@@ -656,10 +655,10 @@ def test_reads_that_hang_are_given_up_some_at_a_time(monkeypatch: pytest.MonkeyP
     rig.tiering.pump()
     rig.clock.now += QUIET.deadline_s
     rig.tiering.tick()
-    given_up = [len(rig.source.given_up)]
+    given_up = [len(rig.source.reads.given_up)]
     while rig.tiering.background():
-        given_up.append(len(rig.source.given_up))
-    assert [*given_up, len(rig.source.given_up)] == [3, 6, 8]
+        given_up.append(len(rig.source.reads.given_up))
+    assert [*given_up, len(rig.source.reads.given_up)] == [3, 6, 8]
     rig.cache.end_session(1)
     rig.check()
 

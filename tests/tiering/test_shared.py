@@ -330,7 +330,7 @@ class Asker:
 
 def test_blocks_slower_to_read_than_compute_are_rarely_tried(rig: TieringHarness, shared: FakeTier) -> None:
     asked = Asker(rig, shared)  # it computes a block in a tenth of a second
-    asked.source.speed.measured = 5.0 * UNIT
+    asked.source.reads.speed.measured = 5.0 * UNIT
     assert asked(1) == [SHARED], "nothing was read lately"
     assert asked(2, 3) == [ABSENT, ABSENT]
     assert asked.source.failures == {"slower": 2}
@@ -339,7 +339,7 @@ def test_blocks_slower_to_read_than_compute_are_rarely_tried(rig: TieringHarness
     assert asked(5) == [ABSENT]
     rig.tiering.pump()
     shared.end_all()
-    asked.source.speed.measured = 20.0 * UNIT
+    asked.source.reads.speed.measured = 20.0 * UNIT
     assert asked(6) == [SHARED]
     assert asked(7, 8) == [SHARED, SHARED]
     rig.check()
@@ -347,7 +347,7 @@ def test_blocks_slower_to_read_than_compute_are_rarely_tried(rig: TieringHarness
 
 def test_behind_what_is_slower_to_read_nothing_comes_up(rig: TieringHarness, shared: FakeTier) -> None:
     asked = Asker(rig, shared)
-    asked.source.speed.measured = 5.0 * UNIT
+    asked.source.reads.speed.measured = 5.0 * UNIT
     assert asked(8) == [SHARED], "nothing was read lately"
     rig.put_in_tier(asked.group, keys_of(2))
     assert asked(1, 2, 3) == [ABSENT, ABSENT, ABSENT]
@@ -355,7 +355,7 @@ def test_behind_what_is_slower_to_read_nothing_comes_up(rig: TieringHarness, sha
 
 def test_once_a_slow_store_was_away_it_is_tried_again(rig: TieringHarness, shared: FakeTier) -> None:
     asked = Asker(rig, shared)
-    asked.source.speed.measured = 5.0 * UNIT
+    asked.source.reads.speed.measured = 5.0 * UNIT
     assert asked(1) == [SHARED], "nothing was read lately"
     assert asked(2) == [ABSENT]
     shared.hangs = True
@@ -368,7 +368,7 @@ def test_without_tokens_of_blocks_nothing_is_slower(rig: TieringHarness, shared:
     space = rig.join("w", groups=[GroupSpec("full_attention", 0)])
     rig.cache.namespaces.register_rank(space, 0, [UNIT], None)
     space.counters.prefill_tokens_per_second = 1e6
-    rig.tiering.sources[1].speed.measured = 1.0
+    rig.tiering.sources[1].reads.speed.measured = 1.0
     give(rig, shared, space, 1, 2, 3)
     for number in (1, 2, 3):
         rig.states(space, keys_of(number))

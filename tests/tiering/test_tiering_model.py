@@ -12,7 +12,7 @@ from kvoffd.cache.block_table import READY, WRITING
 from kvoffd.cache.namespace import Namespace
 from kvoffd.cache.tickets import StoreTicket
 from kvoffd.tiering import TieringSettings, WriteMode
-from kvoffd.tiering.promotions import Fill
+from kvoffd.tiering.fills import Fill
 from kvoffd.tiers.tier import Result
 from kvoffd_proto.messages import ABSENT, PENDING, SHARED
 from tests.kit.amount import TIMES
@@ -150,7 +150,7 @@ class TieringMachine(RuleBasedStateMachine):
         self.rig.clock.now += seconds
         self.rig.cache.tick()
         self.rig.tiering.tick()
-        for fill in [fill for source in self.rig.tiering.sources for fill in source.given_up]:
+        for fill in [fill for source in self.rig.tiering.sources for fill in source.reads.given_up]:
             assert fill.ticket is not None
             is_written = self.rig.cache.blocks.state[fill.ticket.blocks] == WRITING
             assert fill.ticket.group.retired or not is_written.any(), "its key is free"
@@ -228,7 +228,7 @@ class TieringMachine(RuleBasedStateMachine):
         self.generation += 1
         self.rig.tiering.remove_all(namespace.fingerprint)
         self.rig.cache.reset(namespace, generation=self.generation)
-        assert all(fill.queue.namespace is not namespace for fill in self.coming)
+        assert all(fill.queue.group.namespace is not namespace for fill in self.coming)
         self.stored = {name for name in self.stored if name[0] != namespace.fingerprint}
         self.rig.tier_events.index = {name for name in self.rig.tier_events.index if name[0] != namespace.fingerprint}
         if forgotten:
@@ -266,20 +266,21 @@ class TieringMachine(RuleBasedStateMachine):
                 begun = self.unshared.get(job.group.fingerprint)
                 assert begun is None or job.block is None or job in begun, "an engine reset it"
         reserved = [one for source in self.rig.tiering.sources for one in source._queues if one.is_reserved]
-        held = sum((len(one.fills) + one.under_way) * one.block_bytes for one in reserved)
+        held = sum((len(one.fills) + one.under_way) * one.group.block_bytes for one in reserved)
         assert held == sum(one.reserved_bytes for one in self.rig.tiering.sources)
-        given_up = [fill for source in self.rig.tiering.sources for fill in source.given_up]
-        held += sum(fill.queue.block_bytes for fill in given_up)
+        given_up = [fill for source in self.rig.tiering.sources for fill in source.reads.given_up]
+        held += sum(fill.queue.group.block_bytes for fill in given_up)
         assert self.rig.cache.leases.withheld_bytes == held
         for source in self.rig.tiering.sources:
             most = max(pool // 8, 2 * UNIT)
-            assert source.under_way_bytes <= most
-            held = source.under_way_bytes + source.given_up_bytes
+            assert source.reads.under_way_bytes <= most
+            held = source.reads.under_way_bytes + source.reads.given_up_bytes
             assert held <= 2 * most, "what was given up and hangs may hold as much again"
             queued = [fill for queue in source._queues for fill in queue.fills]
-            assert sum(queue.under_way for queue in source._queues) == len(source.under_way)
+            assert sum(queue.under_way for queue in source._queues) == len(source.reads.under_way)
             assert all(queue.fills or queue.under_way for queue in source._queues)
-            names = [(fill.queue.group.tag, fill.key) for fill in [*source.under_way, *queued] if not fill.is_settled]
+            unsettled = [fill for fill in [*source.reads.under_way, *queued] if not fill.is_settled]
+            names = [(fill.queue.block_group.tag, fill.key) for fill in unsettled]
             assert len(names) == len(set(names)), "two fills of one key"
             assert source.queued_blocks == len(queued) == source._queued_by.total()
             assert all(fill.leases for fill in queued), "nobody waits for it"
@@ -311,8 +312,10 @@ class TieringMachine(RuleBasedStateMachine):
             rig.clock.now += 10.0
             rig.tiering.tick()
         assert not rig.tiering._coming
-        assert all(source.waiting_blocks == source.under_way_bytes == 0 for source in rig.tiering.sources)
-        assert not any(source._queued_by or source.given_up or source.given_up_bytes for source in rig.tiering.sources)
+        assert all(source.waiting_blocks == source.reads.under_way_bytes == 0 for source in rig.tiering.sources)
+        assert not any(
+            source._queued_by or source.reads.given_up or source.reads.given_up_bytes for source in rig.tiering.sources
+        )
         rig.clock.now += 1000.0
         rig.cache.tick()
         rig.tiering.tick()

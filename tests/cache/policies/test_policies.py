@@ -90,7 +90,7 @@ def test_what_else_is_asked_of_it_has_an_answer(order: Order) -> None:
     order.touch(0)
     order.remove(1, 2)
     policy, absent = order.policy, keys_of(1, 2, 3)
-    runs = policy.admit(order.group, absent, [0, 2])
+    runs = policy.admit(order.group, absent, [0, 2]).runs
     assert sum(length for length, _ in runs) == 3
     if any(score == REJECTED for _, score in runs):
         policy.rejected(order.group, absent)
