@@ -236,6 +236,22 @@ def test_memory_that_a_pool_has_already_is_there_for_it(pool_file: Path, monkeyp
     with closing(FileBacking(pool_file)) as backing:
         assert backing.limit(MIB).bytes == 1000
         made = Pool(MIB, limit=MemoryLimit(2 * MIB, "the test"), backing=backing)
+def test_before_linux_6_7_the_machine_s_huge_pages_are_named_and_small_ones_are_measured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Others may have some of them."""
+    for module in (memory_module, pool_module):
+        monkeypatch.setattr(module, "huge_page_bytes", lambda _: None)
+    huge_bytes = {True: 6 * MIB, False: 100 * MIB}
+    monkeypatch.setattr(pool_module, "machine_huge_bytes", lambda *, shared: huge_bytes[shared])
+    for backing, expected in ((MemfdBacking(), 6 * MIB), (NewBacking(), 64 * MIB)):
+        with closing(Pool(64 * MIB, backing=backing)) as pool:
+            pool.touch(1, lambda _: None)
+            pool.measure_pages()
+            assert pool.pages.huge_bytes == expected
+            assert pool.pages.slowdown > 0
+
+
         made.touch(1, lambda _: None)
         backing.publish()
         made.close()
