@@ -30,7 +30,7 @@ MIN_AHEAD, MAX_AHEAD = 2, 256
 """Fewest and most prompts that are looked up ahead."""
 MAX_LOOKED_UP = 4096
 """Most prompts that are looked up, those that wait for a tier included: each may hold a lease, and pin blocks."""
-ASKED_AT_ONCE, ASKED_KEYS = 32, 4096
+ASKED_AT_ONCE, ASKED_KEYS = 32, 8192
 """Prompts that vLLM came to and that are looked up in one step, in addition to the window; and keys after which no
 further one is in this step."""
 JUDGED_AT_ONCE = 4
