@@ -116,7 +116,7 @@ def _check_machine(config: Config) -> None:
     if config.http_address:
         for listener in listen(*parse_address(config.http_address)):
             listener.close()
-    in_reserved = not config.pool_file and fits_reserved(config.pool_bytes)
+    in_reserved = config.reserved_pages == "auto" and not config.pool_file and fits_reserved(config.pool_bytes)
     if not (in_reserved or os.path.exists(config.pool_file)):
         check_fits(config.pool_bytes, memory_limit())
 

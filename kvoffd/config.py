@@ -351,6 +351,11 @@ class Config:
         "Whether the pool is spread over the NUMA nodes of the GPUs, with each GPU's blocks on its own node. Switch it "
         "off if something else places memory.",
     )
+    reserved_pages: str = choice("auto", "off").setting(
+        "auto",
+        "Whether a new pool of 1 GiB or more takes huge pages that the administrator reserved (vm.nr_hugepages), if "
+        "all of it fits into them. Switch it off if they are for other programs.",
+    )
     eviction_policy: str = choice(*POLICY_NAMES).setting(
         DEFAULT_POLICY,
         "Which blocks are stored, and which are evicted first when the pool is full: by what was learned of their "

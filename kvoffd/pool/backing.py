@@ -47,23 +47,31 @@ class NewBacking:
     Args:
         on_progress: called with the bytes of reserved pages taken so far.
         should_stop: once it returns True, no more are taken: the daemon ends without using the pool.
+        takes_reserved: False: not in reserved huge pages.
     """
 
     def __init__(
-        self, on_progress: Callable[[int], None] = lambda _: None, should_stop: Callable[[], bool] = lambda: False
+        self,
+        on_progress: Callable[[int], None] = lambda _: None,
+        should_stop: Callable[[], bool] = lambda: False,
+        *,
+        takes_reserved: bool = True,
     ) -> None:
-        self._allocating = on_progress, should_stop
+        self._allocating, self._takes_reserved = (on_progress, should_stop), takes_reserved
 
     def limit(self, pool_bytes: int) -> MemoryLimit:
-        return _RESERVED_LIMIT if fits_reserved(pool_bytes) else memory_limit()
+        return _RESERVED_LIMIT if self._fits_reserved(pool_bytes) else memory_limit()
 
     def find(self, geometry: TableGeometry) -> None:
         """There never is an earlier daemon's."""
 
     def make(self, geometry: TableGeometry, segments: Sequence[PoolSegment]) -> Memories:
         """Make new memory, all zeros; reserved huge pages of each segment near its NUMA node. Raises PoolTooLarge."""
-        create, fits = partial(PoolMemory.create_private, geometry.pool_bytes), fits_reserved(geometry.pool_bytes)
+        create, fits = partial(PoolMemory.create_private, geometry.pool_bytes), self._fits_reserved(geometry.pool_bytes)
         return _make_new(geometry, segments, self._allocating, create, fits=fits)
+
+    def _fits_reserved(self, pool_bytes: int) -> bool:
+        return self._takes_reserved and fits_reserved(pool_bytes)
 
 
 class MemfdBacking:
@@ -72,7 +80,7 @@ class MemfdBacking:
     Args:
         stored: descriptors of the earlier daemon's pool and table; this object closes them.
         on_discard: called if they are unusable, after they are closed and before new ones are made.
-        on_progress, should_stop: see ``NewBacking``.
+        on_progress, should_stop, takes_reserved: see ``NewBacking``. An earlier daemon's memory is reused in any case.
     """
 
     def __init__(
@@ -81,13 +89,16 @@ class MemfdBacking:
         on_discard: Callable[[], None] | None = None,
         on_progress: Callable[[int], None] = lambda _: None,
         should_stop: Callable[[], bool] = lambda: False,
+        *,
+        takes_reserved: bool = True,
     ) -> None:
         self._stored, self._on_discard, self._allocating = stored, on_discard, (on_progress, should_stop)
+        self._takes_reserved = takes_reserved
 
     def limit(self, pool_bytes: int) -> MemoryLimit:
         """Return the memory available for a pool and its table, including what they hold already."""
         held, held_reserved = self._held()
-        if fits_reserved(pool_bytes, held_reserved):
+        if held_reserved >= pool_bytes or (self._takes_reserved and fits_reserved(pool_bytes, held_reserved)):
             return _RESERVED_LIMIT
         limit = memory_limit()
         return MemoryLimit(limit.bytes + held, limit.source)
@@ -111,7 +122,7 @@ class MemfdBacking:
         """Make new memory, as ``NewBacking`` does, after freeing an earlier daemon's. Raises PoolTooLarge."""
         size_bytes = geometry.pool_bytes
         held, held_reserved = self._held()
-        fits = fits_reserved(size_bytes, held_reserved)
+        fits = self._takes_reserved and fits_reserved(size_bytes, held_reserved)
         if self._stored is not None:
             if not fits:
                 check_fits(size_bytes + geometry.size_bytes, memory_limit(freed_bytes=held))

@@ -242,7 +242,8 @@ class PoolMemory:
                 other.touch(1)
             except PoolTooLarge:
                 return 0.0
-            if huge_page_bytes(other.segment) < 2 * sample_bytes:
+            huge_bytes = huge_page_bytes(other.segment)
+            if huge_bytes is not None and huge_bytes < 2 * sample_bytes:
                 return 0.0
             piece_bytes, into = sample_bytes // SAMPLE_PIECES, other.segment.address + sample_bytes
             apart = (self.size_bytes - piece_bytes) // max(1, SAMPLE_PIECES - 1)

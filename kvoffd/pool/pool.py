@@ -12,7 +12,7 @@ from kvoffd.pool.backing import FileBacking, NewBacking, PoolBacking
 from kvoffd.pool.checksums import digests
 from kvoffd.pool.slot_table import BadTable, SlotTable, TableGeometry
 from kvoffd.system.files import OnError, held_bytes
-from kvoffd.system.limits import MemoryLimit, check_fits
+from kvoffd.system.limits import MemoryLimit, check_fits, machine_huge_bytes
 from kvoffd.system.mappings import huge_page_bytes
 from kvoffd.system.numa import Locality
 
@@ -35,7 +35,7 @@ class PoolPages(NamedTuple):
     """Pages of a pool.
 
     Attributes:
-        huge_bytes: bytes in huge pages.
+        huge_bytes: bytes in huge pages; of a large pool an estimate.
         slowdown: how many times as long reading it takes as reading memory in huge pages; 0 if it was not measured.
     """
 
@@ -149,11 +149,16 @@ class Pool:
         self._memory.map_pages(should_stop, is_busy)
 
     def measure_pages(self) -> None:
-        """Set ``pages``, of a pool whose pages are mapped. Takes up to a few tenths of a second: see
-        PoolMemory.slowdown."""
-        huge_bytes = huge_page_bytes(self.mapping)
-        are_huge = huge_bytes >= HUGE_SHARE * self.mapping.size_bytes
-        self.pages = PoolPages(huge_bytes, 0.0 if are_huge else self._memory.slowdown())
+        """Set ``pages``, of a pool whose pages are mapped. Takes up to a second: see PoolMemory.slowdown.
+
+        Before Linux 6.7 only the machine's huge pages are known, of which others may have some.
+        """
+        size_bytes, kind = self.mapping.size_bytes, self.kind
+        found = size_bytes if kind is MemoryKind.RESERVED else huge_page_bytes(self.mapping)
+        are_huge = found is not None and found >= HUGE_SHARE * size_bytes
+        if found is None:
+            found = min(size_bytes, machine_huge_bytes(shared=kind is MemoryKind.SHARED))
+        self.pages = PoolPages(found, 0.0 if are_huge else self._memory.slowdown())
 
     def digests(self, places: Sequence[tuple[int, int]]) -> list[int]:
         """Compute the checksums of byte ranges (offset, length): never 0. For any thread, until ``close``."""

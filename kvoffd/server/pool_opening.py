@@ -88,7 +88,7 @@ def open_pool(
     elif stored or notifier.keeps_fds is not False or config.peers or config.peer_listen:
         pool = _open_memfds(config, notifier, stored, progress, stopped)
     else:  # nobody keeps it, and no helper process reads it
-        pool = _make_pool(config, NewBacking(progress, stopped))
+        pool = _make_pool(config, NewBacking(progress, stopped, takes_reserved=config.reserved_pages == "auto"))
     if was_killed and not (config.pool_file or stored):
         logger.warning("The pool starts empty. The earlier daemon was killed, and its memory ended with it.")
     if pool.cold_reason:
@@ -231,7 +231,8 @@ def _open_memfds(
         logger.warning("The pool starts empty. systemd kept other descriptors than one pool and one table: %s.", kept)
         _discard_stored(notifier, stored)
     discard = partial(_remove_from_systemd, notifier, stored)
-    with closing(MemfdBacking(stored_pair, discard, progress, stopped)) as backing:
+    reserved = config.reserved_pages == "auto"
+    with closing(MemfdBacking(stored_pair, discard, progress, stopped, takes_reserved=reserved)) as backing:
         pool = _make_pool(config, backing)
     if not (pool.recovered or stopped()):  # then not all of it may be allocated
         for name, fd in zip((POOL_NAME, TABLE_NAME), pool.memory_fds, strict=True):

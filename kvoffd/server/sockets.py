@@ -39,13 +39,15 @@ RETRY_S = 0.25
 """Pause after accept() failed, for example for lack of descriptors: it would fail again at once."""
 DRAIN_S, DRAINED_AT_ONCE = 0.002, 64
 """Time and messages after which the loop handles lifelines and timers."""
+FRAMES_AT_ONCE = 1024
+"""Frames of one message after which it does: a message may have millions, of two bytes each on the wire."""
 AFTER_REPLY_S = 0.002
 """Delay of the work that follows a reply."""
 NOBODY = 2**32 - 1
 """Id of no user and no group."""
 # Plain numbers: pyzmq is slower with members of its enums.
 _NOBLOCK, _SNDMORE = int(zmq.NOBLOCK), int(zmq.SNDMORE)
-_EVENTS, _POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)
+_EVENTS, _POLLIN, _RCVMORE = int(zmq.EVENTS), int(zmq.POLLIN), int(zmq.RCVMORE)
 
 
 class Sockets:
@@ -63,6 +65,10 @@ class Sockets:
     | the loop queued messages: a session ended, a scrub's step | ``wake``, which schedules it once |
     | it stopped with more to do | ``wake``, by itself |
     | a reply was sent, AFTER_REPLY_S ago; a tick | ``serve``, for the edge may be lost |
+
+    A request is one frame. A message of more is answered with an error, and its other frames are dropped, some in each
+    drain. Until then the loop does everything but read other requests: libzmq gives out one message after another. It
+    has all frames of one before it gives out the first, 64 bytes each, and has no limit for that.
     """
 
     def __init__(self, config: Config, directory: DaemonDirectory) -> None:
@@ -73,6 +79,8 @@ class Sockets:
         self._post_scheduled = self._wake_scheduled = self._serve_scheduled = False
         self._service: Service | None = None
         """The service while the sockets are open. Earlier posts wait; later ones are dropped: the pool may be gone."""
+        self._drops_frames = False
+        """Whether the message that was read last has frames that are not dropped yet."""
         self._warnings = RareWarnings(logger)
         _seed_routing_ids()
         self._zmq = zmq.Context(io_threads=1)
@@ -165,14 +173,15 @@ class Sockets:
                     more = self._make_calls(until)
                     self.flush()
                 for _ in range(DRAINED_AT_ONCE):
+                    if self._drops_frames and not self._drop_frames(until):
+                        more = True
+                        break
                     if not cast(int, jobs.get(_EVENTS)) & _POLLIN:
                         break
                     route, frame = jobs.recv(_NOBLOCK), jobs.recv(_NOBLOCK, copy=False)
-                    whole = not frame.more
-                    while frame.more:
-                        frame = jobs.recv(_NOBLOCK, copy=False)
-                    # A message of several frames is not a request: the decoder refuses an empty one with an error.
-                    service.handle(route, frame.bytes if whole else b"")
+                    self._drops_frames = frame.more
+                    # The decoder refuses an empty frame with an error.
+                    service.handle(route, b"" if frame.more else frame.bytes)
                     self.flush()  # a reply does not wait for later requests
                     if time.monotonic() > until:
                         more = True
@@ -188,6 +197,17 @@ class Sockets:
             if more:
                 self.wake()
             return True
+
+    def _drop_frames(self, until: float) -> bool:
+        """Drop frames of the message that was read last, until ``until``; return whether none is left."""
+        for _ in range(FRAMES_AT_ONCE):
+            if not self._jobs.get(_RCVMORE):
+                self._drops_frames = False
+                break
+            self._jobs.recv(_NOBLOCK)
+            if time.monotonic() > until:
+                break
+        return not self._drops_frames
 
     def _make_calls(self, until: float) -> bool:
         """Make the posted calls until ``until``; return whether some are left."""

@@ -69,7 +69,12 @@ def memory_limit(
 
 def default_huge_page_bytes() -> int:
     """Return the size of the kernel's usual huge pages; 0 if it has none."""
-    return 1024 * next((value for name, value in _pairs(Path("/proc/meminfo")) if name == "Hugepagesize:"), 0)
+    return _meminfo("Hugepagesize:")
+
+
+def machine_huge_bytes(*, shared: bool) -> int:
+    """Return the bytes of all processes' private memory in huge pages, or of all ``shared`` memory in them."""
+    return _meminfo("ShmemHugePages:" if shared else "AnonHugePages:")
 
 
 def free_huge_pages(page_bytes: int) -> int:
@@ -156,6 +161,11 @@ def _cgroup_limit(
     total, in_use = format_size(limit), format_size(needed)
     source = f"the memory cgroup {directory} is limited to {total}, of which {in_use} are in use"
     return MemoryLimit(max(0, limit - needed), source)
+
+
+def _meminfo(name: str) -> int:
+    """Return bytes that the kernel counts; 0 if it does not."""
+    return 1024 * next((value for found, value in _pairs(Path("/proc/meminfo")) if found == name), 0)
 
 
 def _pairs(path: Path) -> Iterator[tuple[str, int]]:

@@ -9,6 +9,7 @@ import fcntl
 import logging
 import mmap
 import os
+from array import array
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -29,10 +30,18 @@ MAP_NORESERVE = 0x4000
 MADV_DONTFORK, MADV_DONTDUMP = 10, 16
 MADV_POPULATE_READ, MADV_POPULATE_WRITE = 22, 23  # Linux 5.14
 
+# linux/fs.h; struct pm_scan_arg has twelve numbers: size, flags, begin, end, walk_end, vec, vec_len, max_pages, and the
+# categories that are inverted, wanted, wanted in part, and returned.
+PAGEMAP_SCAN, PAGE_IS_HUGE = 0xC0606610, 1 << 6
+_PM_SCAN_ARG_BYTES = 96
+
 HUGE_PAGE_BYTES = 2 << 20
 """A huge page of x86-64, and of aarch64 with pages of 4 KiB."""
 STEP_BYTES = 4 << 20
 """Memory faulted in at a time, in about 1 ms; other segments wait for it."""
+SCANNED_BYTES, MAX_SCANS = 64 << 20, 1024
+"""Memory whose page table the kernel examines in one call, in less than a millisecond in which no other thread can map
+or unmap memory; and most calls to find out which pages a mapping has."""
 UNMAP_BYTES = 256 << 20
 """Memory unmapped by one call, in a few milliseconds; other threads that map memory wait for it."""
 
@@ -205,28 +214,26 @@ def _check_memfd(fd: int, size_bytes: int, whole: bool, may_be_huge: bool) -> No
         )
 
 
-def huge_page_bytes(mapping: HostMapping) -> int:
-    """Return the bytes of a mapping that are mapped in huge pages; 0 without /proc.
-
-    The kernel walks all page tables of the process for it.
-    """
-    begin, end = mapping.address, mapping.address + mapping.size_bytes
-    found, inside = 0, False
+def huge_page_bytes(mapping: HostMapping) -> int | None:
+    """Return the bytes of a mapping that are mapped in huge pages, of a large one estimated from MAX_SCANS pieces; None
+    if the kernel cannot tell (before 6.7)."""
+    found, scanned, size_bytes = 0, 0, mapping.size_bytes
+    step = SCANNED_BYTES * max(1, -(-size_bytes // (MAX_SCANS * SCANNED_BYTES)))
+    regions = np.zeros(
+        (SCANNED_BYTES // HUGE_PAGE_BYTES + 1, 3), np.uint64
+    )  # struct page_region: begin, end, categories
     try:
-        with open("/proc/self/smaps", encoding="ascii", errors="replace") as smaps:
-            for line in smaps:
-                name, _, rest = line.partition(" ")
-                if not name.endswith(":"):
-                    first, last = (int(one, 16) for one in name.split("-"))
-                    inside = first < end and begin < last
-                elif inside and name in _HUGE_FIELDS:
-                    found += int(rest.split()[0]) * 1024
+        with open("/proc/self/pagemap", "rb", buffering=0) as pagemap:
+            for offset in range(0, size_bytes, step):
+                length, begin = min(SCANNED_BYTES, size_bytes - offset), mapping.address + offset
+                asked = _PM_SCAN_ARG_BYTES, 0, begin, begin + length, 0, regions.ctypes.data, len(regions), 0
+                argument = array("Q", (*asked, 0, PAGE_IS_HUGE, 0, PAGE_IS_HUGE))
+                count = fcntl.ioctl(pagemap, PAGEMAP_SCAN, argument)
+                found += min(length, int((regions[:count, 1] - regions[:count, 0]).sum()))
+                scanned += length
     except OSError:
-        return 0
-    return min(found, mapping.size_bytes)
-
-
-_HUGE_FIELDS = {"AnonHugePages:", "ShmemPmdMapped:", "FilePmdMapped:", "Shared_Hugetlb:", "Private_Hugetlb:"}
+        return None
+    return found * size_bytes // scanned
 
 
 def view_of(address: int, nbytes: int) -> memoryview:

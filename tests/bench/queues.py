@@ -110,7 +110,7 @@ def disk_waiters(model: Path, prompts: int) -> list[str]:
         for _ in range(prompts // 2):
             engine.answer_coming(60.0)
             engine.step()
-        engine.manager.turns._sleep = lambda _: None  # an idle engine pauses; these steps get no output
+        engine.manager.waits._sleep = lambda _: None  # an idle engine pauses; these steps get no output
         times: dict[bool, list[float]] = {False: [], True: []}
         ours = engine.connector.get_num_new_matched_tokens
         for at in range(400):

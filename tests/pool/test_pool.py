@@ -45,8 +45,14 @@ def kept(pool: Pool) -> tuple[int, int]:
     return memory, table
 
 
-def successor(fds: tuple[int, int], size: int = 8 * MIB, on_discard: Callable[[], None] | None = None) -> Pool:
-    backing = MemfdBacking(fds, on_discard)
+def successor(
+    fds: tuple[int, int],
+    size: int = 8 * MIB,
+    on_discard: Callable[[], None] | None = None,
+    *,
+    takes_reserved: bool = True,
+) -> Pool:
+    backing = MemfdBacking(fds, on_discard, takes_reserved=takes_reserved)
     try:
         return Pool(size, region_bytes=4 * MIB if size == 8 * MIB else None, backing=backing)
     finally:
@@ -134,6 +140,32 @@ def test_reserved_huge_pages_are_taken_if_all_of_the_pool_fits(
     assert free_huge_pages(default_huge_page_bytes()) == free
 
 
+@pytest.mark.parametrize("backing", [NewBacking, MemfdBacking])
+def test_reserved_huge_pages_are_left_to_others(
+    reserved: Path, backing: type[NewBacking | MemfdBacking], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = free_huge_pages(default_huge_page_bytes())
+    with closing(Pool(16 * MIB, backing=backing(takes_reserved=False))) as pool:
+        assert pool.kind is not MemoryKind.RESERVED
+        assert free_huge_pages(default_huge_page_bytes()) == free
+    monkeypatch.setattr(backing_module, "memory_limit", lambda: MemoryLimit(1000, "other memory"))
+    with pytest.raises(PoolTooLarge, match="other memory"):
+        Pool(16 * MIB, backing=backing(takes_reserved=False))
+
+
+def test_a_pool_that_is_kept_in_reserved_huge_pages_stays_there(
+    reserved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next daemon takes no new ones. It reuses the pool though there is no other memory for it."""
+    with closing(Pool(16 * MIB, backing=MemfdBacking())) as first:
+        fds, again = kept(first), kept(first)
+    monkeypatch.setattr(backing_module, "memory_limit", lambda freed_bytes=0: MemoryLimit(1000, "other memory"))
+    with closing(successor(fds, 16 * MIB, takes_reserved=False)) as second:
+        assert (second.kind, second.recovered) == (MemoryKind.RESERVED, True)
+    with pytest.raises(PoolTooLarge, match="other memory"):
+        successor(again, 12 * MIB, takes_reserved=False)
+
+
 def test_a_pool_in_reserved_huge_pages_is_the_next_daemons(reserved: Path) -> None:
     with closing(Pool(8 * MIB, region_bytes=4 * MIB, backing=MemfdBacking())) as first:
         first.buffer[:4] = b"kept"
@@ -202,6 +234,22 @@ def test_small_pages_are_measured_beside_huge_ones(monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr(memory_module, "huge_page_bytes", lambda one: 0)
         pool.measure_pages()
         assert pool.pages.slowdown == 0
+
+
+def test_before_linux_6_7_the_machine_s_huge_pages_are_named_and_small_ones_are_measured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Others may have some of them."""
+    for module in (memory_module, pool_module):
+        monkeypatch.setattr(module, "huge_page_bytes", lambda _: None)
+    huge_bytes = {True: 6 * MIB, False: 100 * MIB}
+    monkeypatch.setattr(pool_module, "machine_huge_bytes", lambda *, shared: huge_bytes[shared])
+    for backing, expected in ((MemfdBacking(), 6 * MIB), (NewBacking(), 64 * MIB)):
+        with closing(Pool(64 * MIB, backing=backing)) as pool:
+            pool.touch(1, lambda _: None)
+            pool.measure_pages()
+            assert pool.pages.huge_bytes == expected
+            assert pool.pages.slowdown > 0
 
 
 def test_a_measurement_for_which_there_is_no_memory_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ import zmq
 from kvoffd.config import Config
 from kvoffd.observe.loop_watch import LoopWatch
 from kvoffd.server.service import Service
-from kvoffd.server.sockets import Sockets
+from kvoffd.server.sockets import FRAMES_AT_ONCE, Sockets
 from kvoffd.system.directory import DaemonDirectory
 from tests.kit.waiting import wait_until
 
@@ -280,3 +280,44 @@ def test_who_connects_again_under_its_own_name_is_answered(directory: Path) -> N
             assert client.recv() == b"%d" % number
 
     with_clients(directory, run)
+
+
+class Counting:
+    """A socket that counts the frames that it receives."""
+
+    def __init__(self, socket: object) -> None:
+        self._socket = socket
+        self.received = 0
+
+    def __getattr__(self, name: str) -> object:
+        self.received += name == "recv"
+        return getattr(self._socket, name)
+
+
+def test_a_message_of_very_many_frames_leaves_turns_of_the_loop_to_others(directory: Path) -> None:
+    """Its sender gets one reply, to an empty frame. Another request is answered once its frames are dropped."""
+    service, frames, ended = Echo(), 8 * FRAMES_AT_ONCE, threading.Event()
+    received: list[int] = []
+
+    def run(room: Room) -> None:
+        sockets: Any = room.sockets
+        jobs = sockets._jobs = Counting(sockets._jobs)
+
+        def beat() -> None:
+            received.append(jobs.received)
+            if not ended.is_set():
+                sockets._loop.call_soon(beat)
+
+        sender, other = room.client(), room.client()
+        sockets._loop.call_soon_threadsafe(beat)
+        sender.send_multipart([b"frame"] * frames)
+        assert sender.recv() == b""
+        other.send(b"other")
+        assert other.recv() == b"other"
+        sender.send(b"again")
+        assert sender.recv() == b"again"
+        ended.set()
+
+    with_clients(directory, run, service)
+    assert received[-1] > frames
+    assert max(after - before for before, after in pairwise(received)) <= 2 * (FRAMES_AT_ONCE + 1)

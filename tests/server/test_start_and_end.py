@@ -21,7 +21,7 @@ import uvloop
 
 from kvoffd.config import Config
 from kvoffd.errors import KvoffdError
-from kvoffd.pool import memory
+from kvoffd.pool import backing, memory
 from kvoffd.pool.memory import PoolMemory
 from kvoffd.pool.pool import Pool
 from kvoffd.server import daemon as module
@@ -133,6 +133,7 @@ def test_a_pool_that_reserved_huge_pages_hold_needs_no_other_memory(
     ended = run_daemon_here(*command)
     assert (ended.returncode, ended.stderr) == (0, "")
     assert "other memory" in run_daemon_here(*command, "--pool-file", "/dev/shm/no-such-pool").stderr
+    assert "other memory" in run_daemon_here(*command, "--reserved-pages", "off").stderr
 
 
 # --- what comes before what ------------------------------------------------------------------------
@@ -281,6 +282,17 @@ def test_memory_that_systemd_kept_is_free_before_new_is_made(monkeypatch: pytest
     pool_opening.open_pool(Config(pool_bytes=1 << 20), notifier, stored, lambda: False, progress).close()
     removed = ["remove kvoffd-pool", "remove kvoffd-slot-table", "wait"]
     assert done == [*removed, "make", "make", "store kvoffd-pool", "store kvoffd-slot-table"]
+
+
+@pytest.mark.parametrize("keeps_fds", [True, False])
+def test_reserved_huge_pages_are_not_looked_for_if_that_is_off(
+    keeps_fds: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backing, "fits_reserved", lambda *_: pytest.fail("it was"))
+    notifier: Any = SimpleNamespace(keeps_fds=keeps_fds, store_fd=lambda *_: None)
+    progress = pool_opening.StartProgress(1 << 20, notifier)
+    config = Config(pool_bytes=1 << 20, reserved_pages="off")
+    pool_opening.open_pool(config, notifier, {}, lambda: False, progress).close()
 
 
 def test_a_daemon_that_is_to_stop_touches_no_more_of_its_pool(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -169,6 +169,45 @@ def test_of_many_prompts_that_wait_for_a_disk_few_are_looked_at_in_a_step(make: 
     assert len(engine.loaded) == len(waiting)
 
 
+def test_of_many_long_prompts_few_are_looked_up_in_a_step(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that vLLM comes to behind the window, after which no more keys are to be looked up; all are in the end."""
+    monkeypatch.setattr("kvoffd_client.vllm.prompt_queue.ASKED_KEYS", 2 * DOCUMENT_BLOCKS + 1)
+    engine = make(max_num_seqs=128, max_num_batched_tokens=128)
+    engine.answers = False
+    requests = [engine.add(f"{at}", document(at)) for at in range(30)]
+    counts = []
+    for _ in range(20):
+        before = len(engine.client.asked)
+        engine.step()
+        engine.clock.now -= 0.01  # none waits for too long
+        counts.append(len(engine.client.asked) - before)
+    assert max(counts) == 3
+    assert len(engine.client.asked) == len(requests)
+    engine.answers = True
+    engine.end(requests, 1000)
+
+
+def test_an_idle_engine_does_not_rest_while_prompts_wait_for_their_turn(make: Make) -> None:
+    """Of those whose answers come together few are looked at in a step, and of many new ones few are looked up."""
+    count, rests = 3 * JUDGED_AT_ONCE, list[int]()
+    engine = make(max_num_seqs=256, options={"do_no_harm": False})
+    queue = engine.manager.lookups.queue
+    engine.manager.waits._pause = lambda: rests.append(len(queue._due_since) + len(queue._for_lookups))
+    engine.answers = False
+    for at in range(count):
+        engine.add(f"{at}", document(at, 2))
+    for _ in range(2 * count):
+        engine.clock.now += MAX_RETRY_PAUSE_S
+        engine.answer_coming(wait_s=60.0)
+        engine.step()
+    for at in range(2 * ASKED_AT_ONCE):
+        engine.add(f"new-{at}", document(count + at, 2))
+    for _ in range(4):
+        engine.step()
+    assert len(rests) > 0
+    assert set(rests) == {0}
+
+
 def test_an_urgent_prompt_that_waits_for_a_disk_has_its_turn_before_others(make: Make) -> None:
     """Many less urgent ones wait for the disk too, each of which is looked at again whenever that may have changed."""
     engine = make(max_num_seqs=256, scheduling_policy="priority", options={"do_no_harm": False})

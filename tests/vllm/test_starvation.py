@@ -164,7 +164,7 @@ def test_prompts_that_wait_for_loads_are_not_scanned_in_each_step(make: Make, fo
     prompts = [prompt(seed, 250) if for_space else shared + prompt(seed, 3) for seed in range(1, 21)]
     waiting = [engine.add(f"waits-{seed}", tokens) for seed, tokens in enumerate(prompts, 1)]
     have(engine, *waiting)
-    for _ in range(3):
+    for _ in range(8):  # a few are scanned in each
         engine.step()
     scanned = scans_of(engine)
     engine.step()
@@ -173,6 +173,34 @@ def test_prompts_that_wait_for_loads_are_not_scanned_in_each_step(make: Make, fo
     engine.end([first, *waiting[:2]], 20)
     assert engine.loaded[0] == "first"
     assert {"waits-1", "waits-2"} <= {*engine.loaded}
+
+
+@pytest.mark.parametrize("for_space", [True, False])
+def test_of_many_new_prompts_behind_a_load_few_are_scanned_in_a_step(
+    make: Make, monkeypatch: pytest.MonkeyPatch, for_space: bool
+) -> None:
+    """They would wait all the same: for space, as the load before them, or until it ends, as they take several steps.
+    A scan of a prompt of 32,000 tokens takes two milliseconds."""
+    monkeypatch.setattr("kvoffd_client.vllm.prompt_waits.SCANNED_HASHES", 1)
+    engine = make(*(FULL, WINDOW) if for_space else (FULL,), blocks=301 if for_space else 6000, max_model_len=8192)
+    engine.held = {"first"}
+    first = engine.add("first", prompt(0, 200))
+    have(engine, first)
+    for _ in range(3):
+        engine.step()
+    waiting = [engine.add(f"waits-{seed}", prompt(seed, 240)) for seed in range(1, 21)]
+    engine.there |= {bytes(one) for each in waiting for one in each.block_hashes[: 240 if for_space else 20]}
+    scanned, counts = scans_of(engine), list[int]()
+    for _ in range(30):
+        before = len(scanned)
+        engine.step()
+        engine.clock.now -= 0.01  # a load is not waited for for long
+        counts.append(len(scanned) - before)
+    assert max(counts) <= (2 if for_space else 0), "the one whose load waits, and one more"
+    assert len({*scanned}) == (20 if for_space else 0), "each in its turn, as it may have nothing to load"
+    engine.held = set()
+    engine.end([first, *waiting], 1000)
+    assert engine.loaded == ["first", *(one.request_id for one in waiting)]
 
 
 @pytest.mark.parametrize("groups", [(FULL,), (FULL, WINDOW)], ids=["full", "window"])

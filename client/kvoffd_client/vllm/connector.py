@@ -284,8 +284,8 @@ class KvoffdConnector(OffloadingConnector):
         if waits.pass_over(request.request_id, own_tokens):
             return None
         state = manager.requests[request.request_id]
-        if self._admission.has_deferred and (found := waits.found_before(state, own_tokens)) and found.tokens:
-            return None  # it waits for space behind another load
+        if self._must_wait(state, own_tokens):
+            return None
         manager.namespace.ask()
         if manager.adapters.ask_if_unknown(state):
             return None
@@ -299,6 +299,19 @@ class KvoffdConnector(OffloadingConnector):
         else:
             tokens = found.tokens
         return None if tokens is None else self._admit(state, own_tokens, tokens)
+
+    def _must_wait(self, state: RequestState, own_tokens: int) -> bool:
+        """Return whether a request waits for other loads in this step, whatever a scan would find; or is scanned in a
+        later one, as many others were in this step, though they wait."""
+        admission, waits = self._admission, self._waits
+        if (found := waits.found_before(state, own_tokens)) is not None:
+            most = found.tokens
+        elif (most := waits.most_loadable(state, own_tokens)) is None:
+            return False
+        if admission.waits_for_earlier(state.request, own_tokens + most):
+            return True
+        # Behind another load that waits for space.
+        return admission.has_deferred and most > 0 and (found is not None or not waits.take_scan(state))
 
     def _has_tail(self, request: Request, own_tokens: int) -> bool:
         """Return whether vLLM's own cache has a prompt's longest tail too: it tells connectors of whole blocks only.

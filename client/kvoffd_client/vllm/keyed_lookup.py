@@ -157,6 +157,16 @@ class KeyedLookup:
         states = self.chunk_states(index)
         return len(states) - len(states.lstrip(_READY))
 
+    @property
+    def most_usable_tokens(self) -> int:
+        """Most tokens that can be loaded: up to the last chunk that is ready, where only prefixes can be used up to the
+        first that is not, in the group with the fewest, and one chunk more if tails were looked up."""
+        tokens = []
+        for index, group in enumerate(self.groups):
+            last = self.leading_ready(index) if self.only_prefixes else self.chunk_states(index).rfind(_READY) + 1
+            tokens.append((last + bool(self.tails)) * group.tokens_per_chunk)
+        return min(tokens)
+
     def asks_tails_beyond(self, answer: KeyedLookup | None) -> bool:
         """Return whether it asks for tails that ``answer`` lacks."""
         return bool(self.tails) and (answer is None or self.tails is not answer.tails)

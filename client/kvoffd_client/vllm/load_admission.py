@@ -117,6 +117,17 @@ class LoadAdmission:
         if computed_s:
             self._loaded[request] = Loaded(self._clock() + min(computed_s, LONGEST_DELAY_S))
 
+    def waits_for_earlier(self, request: Request, cached: int) -> bool:
+        """Return whether a request, ``cached`` of whose tokens are in the cache, would take several steps' tokens from
+        one that came earlier and is being loaded."""
+        if request.num_tokens - cached <= self._prompt_step_tokens:
+            return False
+        now, own_key = self._clock(), self._sort_key(request)
+        return any(
+            load.delays_until > now and self._sort_key(other) < own_key and self._is_loading(other.request_id)
+            for other, load in self._loaded.items()
+        )
+
     def admit_compute(self, request: Request, cached: int) -> bool:
         """Return whether a request may be scheduled in this step without a load; ``cached`` of its tokens are in the
         cache. One whose load failed is passed over once."""
@@ -125,12 +136,12 @@ class LoadAdmission:
             # vLLM keeps it in kv_holding_waiting, before all others, until it is passed over.
             failed.passed = True
             return False
-        return not self._waits_for_earlier(request, cached)
+        return not self.waits_for_earlier(request, cached)
 
     def admit_load(self, request: Request, cached: int) -> Admission:
         """Return whether a request may be scheduled in this step to be loaded, after which ``cached`` of its tokens
         are in the cache. Once one was deferred, later ones of the step are too."""
-        if self.has_deferred or self._waits_for_earlier(request, cached):
+        if self.has_deferred or self.waits_for_earlier(request, cached):
             return Admission.LATER
         others = self._update_others(request)
         if self._fits(request, cached, others):
@@ -143,16 +154,6 @@ class LoadAdmission:
             return Admission.ONLY_COMPUTE  # only those that vLLM does not schedule keep it waiting
         self.has_deferred = True
         return Admission.LATER
-
-    def _waits_for_earlier(self, request: Request, cached: int) -> bool:
-        """Return whether a request would take several steps' tokens from one that came earlier and is being loaded."""
-        if request.num_tokens - cached <= self._prompt_step_tokens:
-            return False
-        now, own_key = self._clock(), self._sort_key(request)
-        return any(
-            load.delays_until > now and self._sort_key(other) < own_key and self._is_loading(other.request_id)
-            for other, load in self._loaded.items()
-        )
 
     def _sort_key(self, request: Request) -> tuple[int, float]:
         """Return what vLLM sorts waiting requests by."""

@@ -30,8 +30,9 @@ MIN_AHEAD, MAX_AHEAD = 2, 256
 """Fewest and most prompts that are looked up ahead."""
 MAX_LOOKED_UP = 4096
 """Most prompts that are looked up, those that wait for a tier included: each may hold a lease, and pin blocks."""
-ASKED_AT_ONCE = 32
-"""Prompts that vLLM came to and that are looked up in one step, in addition to the window."""
+ASKED_AT_ONCE, ASKED_KEYS = 32, 8192
+"""Prompts that vLLM came to and that are looked up in one step, in addition to the window; and keys after which no
+further one is in this step."""
 JUDGED_AT_ONCE = 4
 """Prompts waiting for a tier that one step looks at again: each takes 50 to 100 µs. The others follow in turns."""
 MAX_STALE = 1024
@@ -64,7 +65,7 @@ class Parked:
             numbers, when the first is to ask again. A store's blocks are promoted in that order.
         ask_at: time at which such a one is to ask again.
         for_load: the end of a load wakes it.
-        for_lookup: it waits until it may be looked up.
+        lookup_keys: keys that are to be looked up, if it waits until it may be; else 0.
     """
 
     own_tokens: int
@@ -76,7 +77,7 @@ class Parked:
     ask_order: int | None = None
     ask_at: float = 0.0
     for_load: bool = False
-    for_lookup: bool = False
+    lookup_keys: int = 0
 
 
 class PromptQueue:
@@ -99,8 +100,8 @@ class PromptQueue:
         self._window_tokens = 0
         self._awaiting_tier: set[str] = set()
         """Prompts that were looked up and wait for a tier."""
-        self._for_lookups: dict[str, None] = {}
-        """Parked prompts that wait until they may be looked up, the first one first."""
+        self._for_lookups: dict[str, int] = {}
+        """``lookup_keys`` of the parked prompts that wait until they may be looked up, the first one first."""
         self._parked: dict[str, Parked] = {}
         self._by_time: list[tuple[float, int, str, Parked]] = []
         """Heap of the parked that are not in turns, and of some that were woken, by ``until``."""
@@ -117,8 +118,8 @@ class PromptQueue:
         """Parked prompts that the end of a load wakes."""
         self._asking: dict[str, int] = {}
         """``ask_order`` of the parked prompts that ask what a shared store has."""
-        self._lookups_left = ASKED_AT_ONCE
-        """Prompts behind the window that may still be looked up in this step."""
+        self._lookups_left, self._keys_left = ASKED_AT_ONCE, ASKED_KEYS
+        """Prompts behind the window, and keys, that may still be looked up in this step."""
         self._turns_left = JUDGED_AT_ONCE
         """Prompts in turns that may still be woken in this step."""
 
@@ -144,17 +145,19 @@ class PromptQueue:
         """Whether no more prompts may be looked up."""
         return len(self._window) + len(self._awaiting_tier) >= MAX_LOOKED_UP
 
-    def take_lookup(self, request_id: str) -> bool:
-        """Return whether a prompt that vLLM came to, or will before others, may be looked up now, and count it.
+    def take_lookup(self, request_id: str, keys: int) -> bool:
+        """Return whether a prompt of this many keys that vLLM came to, or will before others, may be looked up now, and
+        count it.
 
         Those behind may be if few others were in this step: the queue's order may be another one than vLLM's, and what
         is before them may not run.
         """
         if request_id not in self._behind or self.has_space:
             return True
-        if not self._lookups_left or self.is_full:
+        if not self._lookups_left or self._keys_left <= 0 or self.is_full:
             return False
         self._lookups_left -= 1
+        self._keys_left -= keys
         return True
 
     def outranks(self, priority: int) -> bool:
@@ -205,8 +208,8 @@ class PromptQueue:
             self._for_answers[request_id] = parked
         if parked.for_load:
             self._for_loads[request_id] = None
-        if parked.for_lookup:
-            self._for_lookups[request_id] = None
+        if parked.lookup_keys:
+            self._for_lookups[request_id] = parked.lookup_keys
         self._push(self._turns if parked.in_turns else self._by_time, parked.until, request_id, parked)
 
     def _push(self, heap: list[tuple[float, int, str, Parked]], key: float, request_id: str, parked: Parked) -> None:
@@ -234,13 +237,22 @@ class PromptQueue:
         """The answer that the first of the parked prompts waits for."""
         return next((parked.future for parked in self._for_answers.values()), None)
 
+    @property
+    def has_turns_left(self) -> bool:
+        """Whether some of the parked prompts wait only for their turn in one of the next steps."""
+        return bool(self._due_since) or (bool(self._for_lookups) and not self.is_full)
+
     def begin_step(self) -> None:
         """Let JUDGED_AT_ONCE prompts in turns be woken, and ASKED_AT_ONCE be looked up, until the next step begins."""
-        self._turns_left, self._lookups_left = JUDGED_AT_ONCE, ASKED_AT_ONCE
+        self._turns_left, self._lookups_left, self._keys_left = JUDGED_AT_ONCE, ASKED_AT_ONCE, ASKED_KEYS
 
     def wake_for_lookups(self) -> None:
         """Wake as many of the prompts that wait until they may be looked up as still may be in this step."""
-        for request_id in [*islice(self._for_lookups, self._lookups_left)]:
+        keys_left = self._keys_left
+        for request_id, keys in [*islice(self._for_lookups.items(), self._lookups_left)]:
+            if keys_left <= 0:
+                break
+            keys_left -= keys
             self._unpark(request_id)
 
     def wake(self, now: float) -> None:

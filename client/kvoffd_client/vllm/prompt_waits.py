@@ -20,6 +20,9 @@ from kvoffd_proto.messages import PENDING
 
 LOAD_PAUSE_S = 0.05
 """Longest time for which a request that waits for another one's load is not scanned."""
+SCANNED_HASHES = 1024
+"""Block hashes of the prompts that one step scans for the first time although they wait behind another load; at least
+one prompt. vLLM makes a key of each hash, in about a microsecond."""
 
 
 class PromptWaits:
@@ -57,6 +60,8 @@ class PromptWaits:
         self._engine_clock, self._answer_wait, self._sleep = engine_clock, answer_wait, sleep
         self._deadline_s, self._disk_wait_s, self._do_no_harm = deadline_s, disk_wait_s, do_no_harm
         self.late_times_sum = 0.0
+        self._hashes_left = SCANNED_HASHES
+        """Block hashes of prompts behind another load that this step may still scan."""
         self._is_first = True
         """Whether vLLM has come to no prompt in this step yet."""
         self._may_pause = True
@@ -73,6 +78,7 @@ class PromptWaits:
         self._engine_clock.is_idle = is_idle
         self._answer_wait.begin_step(is_idle=is_idle)
         self._is_first = self._may_pause = True
+        self._hashes_left = SCANNED_HASHES
         self._queue.begin_step()
         self._times.begin_step()
 
@@ -84,13 +90,14 @@ class PromptWaits:
 
     def pass_over(self, request_id: str, own_tokens: int) -> bool:
         """Return whether vLLM passes over a request, because it is parked. The first call of a step wakes what is due;
-        an idle engine pauses here once in a step."""
+        an idle engine pauses here once in a step, unless the next one has something to do."""
         if self._is_first:
             self._is_first = False
             self._wake()
         if not self._queue.is_parked(request_id, own_tokens):
             return False
-        if not (self._engine_clock.is_idle and self._may_pause and self._engine.may_pause):
+        may_pause = self._engine_clock.is_idle and self._may_pause and self._engine.may_pause
+        if not may_pause or self._queue.has_turns_left:
             return True
         self._pause()
         return self._queue.is_parked(request_id, own_tokens)
@@ -212,6 +219,20 @@ class PromptWaits:
             return None
         return found
 
+    def most_loadable(self, state: RequestState, own_tokens: int) -> int | None:
+        """Return the most tokens that a request's scan could find by the answer that has come; None without one."""
+        lookup = state.in_flight
+        answer = lookup if lookup is not None and lookup.future.done else state.answer
+        if answer is None or answer.future.failed:
+            return None
+        return max(0, answer.most_usable_tokens - own_tokens)
+
+    def take_scan(self, state: RequestState) -> bool:
+        """Return whether a request behind another load may be scanned in this step, and count that."""
+        if may_scan := self._hashes_left > 0:
+            self._hashes_left -= len(state.request.block_hashes)
+        return may_scan
+
     def record_scan(self, state: RequestState, own_tokens: int, tokens: int | None) -> None:
         """Record the result of a scan: ``tokens`` that can be loaded; None if the request waits for promotions, or for
         another request's load of the same blocks. Then it is not scanned again before that ends."""
@@ -276,11 +297,11 @@ class PromptWaits:
     def _look_up_in_turn(self, state: RequestState, own_tokens: int) -> bool:
         """Look a request up. False if it is parked instead, because many others were in this step. Once that takes too
         long it is looked up all the same, or continues with what it has (``gave_up_lookup``) if too many are."""
-        request_id = state.request.request_id
-        if not self._queue.take_lookup(request_id):
+        request_id, keys = state.request.request_id, self._lookups.keys_of(state)
+        if not self._queue.take_lookup(request_id, keys):
             until = self._begin_wait(state) + self._allowed_s(state, state.request.num_tokens)
             if self._engine_clock.read() < until and not state.wait.gave_up_lookup:
-                self._queue.park(request_id, Parked(own_tokens, until, for_lookup=True))
+                self._queue.park(request_id, Parked(own_tokens, until, lookup_keys=max(1, keys)))
                 return False
             if self._queue.is_full:
                 state.wait.gave_up_lookup = True

@@ -88,7 +88,7 @@ class RequestLookups:
         if not state.disabled:
             self.hint_sender.send_start_hints(state)
         self.queue.add(request.request_id, request.priority)
-        if self.queue.outranks(request.priority) and self.queue.take_lookup(request.request_id):
+        if self.queue.outranks(request.priority) and self.queue.take_lookup(request.request_id, self.keys_of(state)):
             self.look_up(state)
         self._look_up_ahead()
 
@@ -171,6 +171,10 @@ class RequestLookups:
         state.tails = self.groups.hashes_of(reversed(state.scan.wanted_tails))
         self.look_up(state)
 
+    def keys_of(self, state: RequestState) -> int:
+        """Return the number of keys of a request's complete chunks."""
+        return self.groups.chunks_of(len(state.request.block_hashes))
+
     def may_load(self, state: RequestState) -> bool:
         """Return whether blocks may be loaded for a request."""
         is_barred = state.disabled or state.load_failed or state.request.skip_reading_prefix_cache
@@ -226,8 +230,8 @@ class RequestLookups:
             return False
         if answer is None or self.lacks_answer(state):
             return True
-        hashes, future = len(state.request.block_hashes), answer.future
-        if sum(hashes // group.hashes_per_chunk for group in self.groups) > answer.asked_chunks:
+        future = answer.future
+        if self.keys_of(state) > answer.asked_chunks:
             return True  # it has generated further chunks
         if answer.all_ready and future.leased:
             return now > future.stale_at - REFRESH_S
