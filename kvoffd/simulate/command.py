@@ -15,10 +15,12 @@ from typing import TypeAlias
 from kvoffd.cache import POLICY_NAMES
 from kvoffd.errors import KvoffdError
 from kvoffd.simulate import fleet_command
+from kvoffd.simulate.fleet import MEASURED_FROM_NODES, expected_bytes
 from kvoffd.simulate.optimum import optimum_percent, uses_of
 from kvoffd.simulate.replay import Replayed, replay
 from kvoffd.simulate.tiers import DiskPlan
 from kvoffd.simulate.trace import BadTrace, RequestTrace, read_trace
+from kvoffd.system.limits import memory_limit
 from kvoffd.tiering import WriteMode
 from kvoffd_proto.units import format_size, parse_size
 from kvoffd_proto.verdict import MIN_LOOKUPS
@@ -117,10 +119,11 @@ def _replay_nodes(given: argparse.Namespace, trace: RequestTrace, nodes: int, po
     if trace.hints:
         print(f"The {len(trace.hints):,} hints in {given.file} are left out.", file=sys.stderr)
     each = max(1, uses_of(trace).distinct // nodes)
+    sizes = _with_disks(given, _sizes(given, trace, block_bytes, each, PARTS_OF_NODES), block_bytes)
+    if nodes >= MEASURED_FROM_NODES:
+        _say_memory(given, trace, nodes, policies[0], max(sizes), block_bytes)
     rows = []
-    for (blocks, disk_blocks), text in _with_disks(
-        given, _sizes(given, trace, block_bytes, each, PARTS_OF_NODES), block_bytes
-    ).items():
+    for (blocks, disk_blocks), text in sizes.items():
         plans = fleet_command.make_plans(given, trace, nodes, blocks, block_bytes)
         for policy, disk in product(policies, _disks(given, trace, disk_blocks, block_bytes)):
             with_disk = [plan._replace(disk=disk) for plan in plans]
@@ -129,6 +132,19 @@ def _replay_nodes(given: argparse.Namespace, trace: RequestTrace, nodes: int, po
                 rows.append((text, replay_next()))
                 gc.collect()  # the nodes refer to each other, and most of their memory is not Python's
     return json.dumps(fleet_command.as_json(trace, rows)) if given.json else fleet_command.as_table(trace, rows)
+
+
+def _say_memory(
+    given: argparse.Namespace, trace: RequestTrace, nodes: int, policy: str, size: tuple[int, int], block_bytes: int
+) -> None:
+    """Print what the replay of the largest size takes. Before any other: later ones use memory of earlier ones."""
+    blocks, disk_blocks = size
+    plan = fleet_command.make_plans(given, trace, nodes, blocks, block_bytes)[0]
+    disk = _disks(given, trace, disk_blocks, block_bytes)[0]
+    taken, limit = format_size(expected_bytes(trace, policy, blocks, plan._replace(disk=disk))), memory_limit()
+    there = f"{format_size(limit.bytes)} are available ({limit.source})"
+    print(f"A replay over {nodes} nodes takes about {taken} of memory; {there}.", file=sys.stderr)
+    gc.collect()
 
 
 def _show_progress(text: str) -> None:

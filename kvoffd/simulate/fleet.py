@@ -6,6 +6,7 @@ nothing is copied, a request is over when the next one comes, and seconds are by
 
 from __future__ import annotations
 
+import os
 import random
 from collections import Counter
 from collections.abc import Sequence
@@ -29,6 +30,9 @@ SESSION_BLOCKS = 2
 """Leading blocks that stand for a request's session if the trace has no sessions."""
 SOURCES = "computed", "pool", "disk", "store", "peer"
 """Places from which the tokens of a prompt come."""
+MEASURED_FROM_NODES, MEASURED_NODES = 32, 4
+"""Nodes from which on the memory of a replay is worth knowing before it begins, and nodes with which it is measured: a
+node takes up to 30 MiB, and a measurement as long as this part of a replay."""
 
 
 class Route(StrEnum):
@@ -290,6 +294,33 @@ def replay_fleet(
         first_token_s=first_token_s / requests,
         wait_s=wait_s / requests if trace.seconds else None,
     )
+
+
+def expected_bytes(trace: RequestTrace, policy: str, blocks: int, plan: FleetPlan) -> int:
+    """Return the memory that a replay over the plan's nodes takes besides the trace, by that of the first of them.
+
+    Requests go round, so that each node has its share. A router that uses fewer nodes takes less: most memory of a node
+    is tables, of which each key touches a few pages, up to all of them.
+    """
+    which = [number for number in range(len(trace.requests)) if number % plan.nodes < MEASURED_NODES]
+    part = trace._replace(
+        requests=[trace.requests[number] for number in which],
+        seconds=[trace.seconds[number] for number in which] if trace.seconds else (),
+    )
+    few = plan._replace(nodes=MEASURED_NODES, route=Route.ROUND_ROBIN, peers=min(plan.peers, MEASURED_NODES - 1))
+    before = _resident_bytes()
+    fleet = _Fleet(part, policy, blocks, few, Shares.GIVEN)
+    for number in range(len(part.requests)):
+        fleet.request(number)
+    taken = _resident_bytes() - before
+    for node in fleet.nodes:
+        node.close()
+    return taken * plan.nodes // MEASURED_NODES
+
+
+def _resident_bytes() -> int:
+    with open("/proc/self/statm", encoding="ascii") as statm:
+        return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def _by_source(found: FoundPrefix) -> Counter[str]:

@@ -82,6 +82,11 @@ def make_plans(
     )
     names = [*Route] if texts["--route"] == ALL else texts["--route"].split(",")
     routes = dict.fromkeys(_one_of("--route", name.strip(), Route) for name in names)
+    if Route.PREFIX not in routes:
+        unused = ["--busy-limit", "--least-prefix", *["--staleness"] * (not plan.named_peer)]
+        if wrong := [option for option in unused if getattr(given, _name(option))]:
+            others = f", and for --peers {NAMED}" * (wrong[0] == "--staleness")
+            raise ValueError(f"{wrong[0]} is for --route {Route.PREFIX}{others}; add that, or leave {wrong[0]} out.")
     return [plan._replace(route=route) for route in routes]
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Sequence
 from itertools import islice, product
 from math import inf
@@ -317,6 +319,7 @@ def test_what_is_wrong_is_said_in_a_sentence(tmp_path: Path, capfd: pytest.Captu
         ("--nodes 2 --block-size 1MiB --speeds disk=0", "a speed is more than nothing"),
         ("--nodes 2 --block-size 1MiB --least-prefix 101", "'101' is not a whole number of percent"),
         ("--nodes 2 --block-size 1MiB --staleness 1s", "--staleness needs the times of all requests"),
+        ("--nodes 2 --block-size 1MiB --route session --least-prefix 10", "--least-prefix is for --route prefix; add"),
         ("--nodes 2 --block-size 1MiB --busy-limit soon", "--busy-limit needs the times of all requests"),
     ):
         with case(arguments):
@@ -325,6 +328,50 @@ def test_what_is_wrong_is_said_in_a_sentence(tmp_path: Path, capfd: pytest.Captu
     file.write_text('{"hash_ids": [1], "timestamp": 0}\n')
     assert main([str(file), "--nodes=2", "--block-size=1MiB", "--busy-limit=soon"]) == 2
     assert "--busy-limit: 'soon' is not a duration" in capfd.readouterr().err
+
+
+def test_options_that_no_router_uses_are_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "small.jsonl"
+    file.write_text('{"hash_ids": [1], "timestamp": 0}\n')
+    words = [str(file), "--nodes=2", "--block-size=1MiB", "--route=random,session"]
+    for option in ("--busy-limit=1s", "--busy-limit=none", "--least-prefix=10", "--staleness=1s"):
+        with case(option):
+            assert main([*words, option]) == 2
+            name = option.partition("=")[0]
+            assert f"{name} is for --route prefix" in capfd.readouterr().err
+            assert main([*words, "--route=random,prefix", option]) == 0
+    assert main([*words, "--peers=named", "--staleness=1s"]) == 0, "the router names a peer by its index"
+    assert main([*words, "--peers=named", "--least-prefix=1"]) == 2
+
+
+MEASURE = """
+import sys
+from pathlib import Path
+from kvoffd.simulate import fleet
+from kvoffd.simulate.trace import read_trace
+trace = read_trace(Path(sys.argv[1]))
+plan = fleet.FleetPlan(40, fleet.Speeds(1, 1, 1, 1), 1, fleet.Route.ROUND_ROBIN)._replace(peers=39)
+expected = fleet.expected_bytes(trace, "learned", 100, plan)
+before = fleet._resident_bytes()
+every = fleet._Fleet(trace, "learned", 100, plan, fleet.Shares.GIVEN)
+for number in range(len(trace.requests)):
+    every.request(number)
+print(expected, fleet._resident_bytes() - before)
+"""
+
+
+def test_the_memory_of_many_nodes_is_said_before(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "small.jsonl"
+    requests = islice(Traffic(1).chat(20), 400)
+    file.write_text("".join(json.dumps({"hash_ids": keys}) + "\n" for keys in requests))
+    done = subprocess.run([sys.executable, "-c", MEASURE, str(file)], capture_output=True, text=True, check=True)
+    expected, taken = map(int, done.stdout.split())
+    assert taken > 40 << 20, "40 nodes have a MiB each at least"
+    assert taken / 2 < expected < 2 * taken
+    for nodes, is_said in ((31, False), (32, True)):
+        words = [str(file), f"--nodes={nodes}", "--blocks=1,2", "--block-size=1MiB", "--route=session"]
+        assert main(words) == 0
+        assert capfd.readouterr().err.count(f"A replay over {nodes} nodes takes about ") == is_said
 
 
 def test_hints_are_left_out_and_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
