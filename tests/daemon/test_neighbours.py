@@ -41,7 +41,7 @@ GOOD = {"disk": DISK, "store": STORE, "peer": PEER}
 LEAST = 0.95
 SLOW = 400_000
 """Bytes per second."""
-POOL, DEADLINE = "16MiB", "1s"
+POOL, DEADLINE = "16MiB", "3s"
 SPEC = NamespaceSpec.named("neighbours", groups=[GroupSpec("full_attention", 16)], page_bytes=PAGE_BYTES)
 
 
