@@ -15,6 +15,7 @@ from kvoffd.cache.block_table import DROPPED, FREE, READY
 from kvoffd.cache.leases import CLAIM_S
 from kvoffd.cache.namespace import MissReason, Namespace, NamespaceSnapshot
 from kvoffd.cache.open_namespaces import KNOWN_RESETS
+from kvoffd.cache.policy import Admission
 from kvoffd.cache.prompts import MAX_UNREPORTED
 from kvoffd.cache.space import ABANDONED_S
 from kvoffd.cache.tickets import StorePart, StoreTicket
@@ -875,7 +876,7 @@ def test_a_store_of_a_low_score_takes_no_region_with_blocks_of_a_higher_one(monk
         rig.store(small, keys_of(number))
     low, every = rig.blocks(small, keys_of(4, 5, 6)), rig.policy.first
     monkeypatch.setattr(rig.policy, "first", lambda count, below=inf: every(count) if below == inf else low[:count])
-    monkeypatch.setattr(rig.policy, "admit", lambda group, keys, starts: [(len(keys) // 8, 1.0)])
+    monkeypatch.setattr(rig.policy, "admit", lambda group, keys, starts: Admission([(len(keys) // 8, 1.0)], -inf))
     monkeypatch.setattr(rig.policy, "rejected", lambda group, keys: None)
     (refused,) = rig.begin(large, 0, 0, keys_of(1))
     assert (refused.copy, refused.rejected) == ([], [0])

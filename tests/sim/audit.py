@@ -229,7 +229,7 @@ def watch_narrow(cache: Cache) -> None:
         ticket = begin(namespace, rank, parts, sole)
         for part, block_group, keys in before:
             assert not set(keys) & set(narrow(part)), "a block that begins later than what is offered stays"
-            for source in cache.tiers.sources if keys and isinstance(cache.tiers, Tiering) else ():
+            for source in cache.life.tiers.sources if keys and isinstance(cache.life.tiers, Tiering) else ():
                 there = source.tier.find(block_group, keys, prefix=False).states
                 assert not any(there), "a tier has a block that begins later than what is offered"
         return ticket

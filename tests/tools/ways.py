@@ -100,7 +100,7 @@ class Recorder:
         try:
             yield
         finally:
-            threading.setprofile(None)  # type: ignore[arg-type]
+            threading.setprofile(None)
 
     def _in_thread(self, frame: FrameType, event: str, argument: object) -> None:
         if self._is_on and event == "call" and (found := _function_of(frame.f_code)) is not None:
@@ -326,14 +326,14 @@ def redis_promotion(daemon: Daemon) -> None:
     assert daemon.tiering is not None
     key, lease_id = daemon.write(), daemon.lease()
     daemon.evict(key)
-    (source,) = daemon.tiering.stores
-    assert isinstance(source.tier, SharedTier)
-    source.tier._answers.clear()
-    wait_until(lambda: source.tier.idle, DEADLINE_S)
+    tier = daemon.tiering.stores[0].tier
+    assert isinstance(tier, SharedTier)
+    tier._answers.clear()
+    wait_until(lambda: tier.idle, DEADLINE_S)
     daemon.recorder.take()
     daemon.recorder.step(daemon.lookup(key, lease_id), "TierLookups.find")
-    found = source.tier.counters.found_keys
-    daemon.deliver(lambda: source.tier.counters.found_keys > found)
+    found = tier.counters.found_keys
+    daemon.deliver(lambda: tier.counters.found_keys > found)
     daemon.recorder.step(daemon.lookup(key, lease_id, again=True), "TierLookups.find")
     daemon.recorder.step(daemon.service.after_send, "Tiering.pump")
     daemon.deliver(lambda: daemon.is_ready(key))
