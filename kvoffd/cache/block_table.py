@@ -84,8 +84,9 @@ UNWRITTEN, WRITING_SHARD, WRITTEN = 0, 1, 2
 """States of a shard: no store has begun it; a store is writing it; it is complete."""
 SHARD_STATE, UNVERIFIED, CORRUPT = 3, 4, 8
 """Bits of ``shard``: its state; its bytes were not compared yet, or have no checksum yet; they are wrong."""
-MAX_SEEN = 8192
-"""Blocks that one search for evictable blocks of a group examines: about a millisecond."""
+MAX_SEEN = 4096
+"""Blocks that one search for evictable blocks of a group examines: one to three milliseconds, depending on where they
+lie."""
 FOUND, CAME, IN_A_TIER, UNANSWERED_YET = 255, 254, 253, 252
 """Values instead of a ``MissReason``. FOUND: the pool has the key's block. CAME: a tier had it, and it is in the pool
 now. IN_A_TIER: a tier has it. UNANSWERED_YET: a store was asked for it, and has not answered."""

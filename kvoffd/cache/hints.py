@@ -316,7 +316,10 @@ class HintedOrder:
 
     def are_retained(self, blocks: BlockIds) -> npt.NDArray[np.bool_]:
         """Return which blocks a hint retains."""
-        retained, numbers = np.zeros(len(blocks), np.bool_), self._hint_of[blocks]
+        retained = np.zeros(len(blocks), np.bool_)
+        if not self._retentions:  # then most pages of the table were never read, and each would be a fault
+            return retained
+        numbers = self._hint_of[blocks]
         hinted = np.flatnonzero(numbers)
         retained[hinted] = [number in self._retentions for number in numbers[hinted].tolist()]
         return retained

@@ -14,7 +14,7 @@ from kvoffd.cache.namespace import Group, MissReason
 from kvoffd.cache.victims import ANY_PROMPT, Victims
 
 MAX_OVER_QUOTA = 1024
-"""Extra evictions per store while a namespace is over quota."""
+"""Evictions per store while a namespace is over quota, if the store has fewer blocks itself."""
 PARTIAL_GRACE_S = 2.0
 """Age from which partial blocks are dropped first when space is needed."""
 ABANDONED_S = 10.0
@@ -114,7 +114,7 @@ class Space:
         """Return how many of ``count`` blocks the quota allows, after evicting blocks of the namespace if needed."""
         namespace, each = group.namespace, group.block_bytes
         quota = self._quotas[namespace.fingerprint]
-        most, excess = count + MAX_OVER_QUOTA, namespace.held_bytes + count * each - quota
+        most, excess = max(count, MAX_OVER_QUOTA), namespace.held_bytes + count * each - quota
         if excess > 0 and self._life.unswept:
             unswept = [known for known in self._life.unswept.values() if known.namespace is namespace]
             swept = self._life.sweep(unswept, min(most, -(-excess // each)))

@@ -173,7 +173,7 @@ class BlockStores:
         finally:  # allocated slots belong to the store even if this fails
             if sole:
                 self._life.set_sole(ticket.blocks[joins:], sole)
-            if joins:  # the keys of its blocks lie between those of new ones
+            if ticket.copy != sorted(ticket.copy):  # joined blocks come first, and those of newer prompts
                 order = np.argsort(ticket.copy)
                 ticket.copy, ticket.blocks = np.array(ticket.copy)[order].tolist(), ticket.blocks[order]
             ticket.slots, ticket.offsets = self._life.begin_writes(ticket.blocks, rank)
@@ -232,17 +232,19 @@ class BlockStores:
     ) -> list[int]:
         """Make blocks for absent keys as far as there is space. Returns the indices of those that got none.
 
-        They may evict what the oldest of their prompts may. What gets no space then tries again with its own prompt.
+        They may evict what the oldest of their prompts may. What gets no space then tries again with its own prompt,
+        the newest first: it may evict all that an older one may, so once one gets too little, older ones get none.
         """
         made, left = self._make_first(ticket, keys, indices, prompts, below), list[int]()
         begins = [made, *(made + 1 + np.flatnonzero(np.diff(prompts[made:]))).tolist(), len(indices)]
         if made == len(indices) or (len(begins) == 2 and prompts[made] == prompts.min()):
             return indices[made:]
         size = ticket.group.key_bytes
-        for begin, end in pairwise(begins):
-            of_prompt = slice(begin, end)
-            prompt_keys = keys[begin * size : end * size]
-            made = self._make_first(ticket, prompt_keys, indices[of_prompt], prompts[of_prompt], below)
+        for begin, end in sorted(pairwise(begins), key=lambda each: int(prompts[each[0]]), reverse=True):
+            made, of_prompt = 0, slice(begin, end)
+            if not left:
+                prompt_keys = keys[begin * size : end * size]
+                made = self._make_first(ticket, prompt_keys, indices[of_prompt], prompts[of_prompt], below)
             left += indices[begin + made : end]
         return left
 

@@ -55,6 +55,8 @@ MIB, GIB = 1 << 20, 1 << 30
 LONGEST_MS = 5.0
 LARGE, SMALL = 2 * MIB, 1 * MIB
 """Bytes of a block of the two sizes: 16 tokens of a model of 8 billion parameters, and of half its layers."""
+TINY = 256 * 1024
+"""Bytes of a block of a small model, of which a namespace has very many."""
 ENGINES = 16
 STORED = 64
 """Blocks of a usual store."""
@@ -183,6 +185,21 @@ class Daemon:
             nbytes -= count * group.block_bytes
         return first
 
+    def shuffle(self, worker: Session) -> None:
+        """Have the blocks of a namespace, in the order in which they were stored, lie all over the pool, as after days.
+
+        A search makes those that are pinned the newest: a half of them at random, again and again.
+        """
+        (namespace,) = worker.namespaces.values()
+        group, blocks, drawn = namespace.group(0), self.cache.blocks, np.random.default_rng(1)
+        own = np.flatnonzero(blocks.group == group.number).astype(np.uint32)
+        blocks._grow(len(own))
+        for _ in range(len(own).bit_length()):
+            half = own[drawn.random(len(own)) < 0.5]
+            blocks.pin(half)
+            blocks._native.blocks_oldest(blocks.address, group.packed, len(own), len(own), True)
+            blocks.unpin(half)
+
     def lookup(self, scheduler: Session, lease: int, keys: bytes) -> None:
         """Not measured."""
         (fingerprint,) = scheduler.namespaces
@@ -270,12 +287,13 @@ def reset_leases(pool_bytes: int) -> Result:
 
 
 def _at_its_quota(pool_bytes: int) -> tuple[Daemon, Session, Session, int]:
-    """A namespace that has its quota, an eighth of a full pool; others' blocks come first in the order."""
+    """A namespace of small blocks that has its quota, an eighth of a full pool; others' blocks come first in the order."""
     daemon = Daemon(pool_bytes)
     other = daemon.session(m.Role.WORKER)
     daemon.fill(other, pool_bytes * 7 // 8)
-    scheduler, worker = daemon.session(m.Role.SCHEDULER, 1), daemon.session(m.Role.WORKER, 1)
+    scheduler, worker = daemon.session(m.Role.SCHEDULER, 1), daemon.session(m.Role.WORKER, 1, TINY)
     first = daemon.fill(worker)
+    daemon.shuffle(worker)
     daemon.cache.quotas[name_of(1)] = pool_bytes // 8
     return daemon, scheduler, worker, first
 
@@ -289,20 +307,20 @@ def quota(pool_bytes: int) -> Result:
 
 @case
 def leased(pool_bytes: int) -> Result:
-    """The same, while nearly all of its own blocks are leased."""
-    daemon, scheduler, worker, first = _at_its_quota(pool_bytes)
-    count = daemon._next_key - first - STORED * (STORES + 2)
-    for lease, at in enumerate(range(0, count, STORED)):
-        daemon.lookup(scheduler, lease + 1, keys_of(first + at, min(STORED, count - at)))
+    """The same, while nearly all of its own blocks are pinned, as by leases."""
+    daemon, _, worker, _ = _at_its_quota(pool_bytes)
+    own = np.flatnonzero(daemon.cache.blocks.group == daemon.cache.namespaces[name_of(1)].group(0).number)
+    daemon.cache.blocks.pin(own[STORED * (STORES + 2) :].astype(np.uint32))
     return daemon.measure(lambda: daemon.store(worker, daemon.keys(STORED)), STORES)
 
 
 @case
 def over_quota(pool_bytes: int) -> Result:
-    """A store of a namespace whose quota was lowered to half of what it has."""
+    """A store of as many blocks as fit a message, of a namespace whose quota was lowered to half of what it has."""
     daemon, _, worker, _ = _at_its_quota(pool_bytes)
     daemon.cache.quotas[name_of(1)] //= 2
-    return daemon.measure(lambda: daemon.store(worker, daemon.keys(STORED)), STORES)
+    most = daemon.service.config.limits.max_keys_per_submit
+    return daemon.measure(lambda: daemon.store(worker, daemon.keys(most)), STORES)
 
 
 @case

@@ -271,6 +271,22 @@ def test_prompts_grow_at_the_cost_of_older_ones_alone() -> None:
     assert rig.states(namespace, keys_of(*range(100, 116))) == [R] * 16
 
 
+def test_where_nothing_may_go_two_prompts_of_a_store_look_for_space(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The oldest for all of them, then the newest, which may evict all that others may."""
+    rig, begins = full_rig(32, 8), range(100, 500, 100)
+    namespace = rig.open("a")
+    for begin in begins:
+        extend(rig, namespace, range(begin, begin + 8), begin)
+    rig.cache.blocks.pin(rig.blocks(namespace, keys_of(*(begin + at for begin in begins for at in range(8)))))
+    looked, take = [], rig.cache.space.take
+    monkeypatch.setattr(rig.cache.space, "take", lambda *wanted: looked.append(wanted) or take(*wanted))
+    before = {at: keys_of(begin + 7) for at, begin in enumerate(begins)}
+    each = StorePart(0, keys_of(*(begin + 8 for begin in begins)), {}, range(4), before)
+    (stored,) = rig.cache.stores.begin(namespace, 0, [each])
+    assert (stored.copy, stored.no_space) == ([], [*range(4)])
+    assert len(looked) == 2
+
+
 def test_a_prompt_goes_on_in_all_groups_and_behind_refused_keys_takes_nothing() -> None:
     rig = full_rig(16, 8)
     namespace = rig.open("a", sizes=(UNIT, UNIT))
@@ -944,6 +960,9 @@ def test_a_quota_far_below_is_reached_in_several_stores(monkeypatch: pytest.Monk
     namespace = rig.open("a")
     rig.store(namespace, keys_of(*range(30)))
     set_quota(rig, namespace, 10)
-    held = [(rig.store(namespace, keys_of(100 + n)), namespace.ready_blocks) for n in range(6)]
-    assert held == [(0, 25), (0, 20), (0, 15), (0, 10), (1, 10), (1, 10)]
+    held = [(rig.store(namespace, keys_of(100 + n)), namespace.ready_blocks) for n in range(7)]
+    assert held == [(0, 26), (0, 22), (0, 18), (0, 14), (0, 10), (1, 10), (1, 10)]
+    set_quota(rig, namespace, 2)
+    assert rig.store(namespace, keys_of(*range(200, 206))) == 0
+    assert namespace.ready_blocks == 4, "a large store evicts as many as it has blocks"
     check_invariants(rig.cache)
