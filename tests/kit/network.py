@@ -8,13 +8,14 @@ from __future__ import annotations
 import ctypes
 import fcntl
 import os
+import random
 import select
 import shutil
 import struct
 import subprocess
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 
 from kvoffd_client.session import Closing
 
@@ -30,6 +31,9 @@ class Network(Closing):
     Attributes:
         delay_s: time that each packet takes.
         cut: whether packets are lost.
+        apart: nodes that are cut off from all others, and not from each other.
+        loss: part of all packets that are lost.
+        sent: packets that each node has sent to others.
         only_port: by node, the TCP port of it that others' packets reach, and may come from; all without an entry. As a
             NetworkPolicy, which drops the others.
     """
@@ -37,6 +41,9 @@ class Network(Closing):
     def __init__(self, nodes: int) -> None:
         require("root", os.geteuid() == 0 and shutil.which("ip"), "namespaces need root and the command ip")
         self.delay_s, self.cut = 0.0, False
+        self.apart: frozenset[int] = frozenset()
+        self.loss, self._chance = 0.0, random.Random(1)
+        self.sent = Counter[int]()
         self.only_port: dict[int, int] = {}
         self._names = [f"kvoffd-{os.getpid()}-{number}" for number in range(nodes)]
         self._waiting: deque[tuple[float, int, bytes]] = deque()
@@ -102,8 +109,12 @@ class Network(Closing):
             to = packet[19] - 1  # the last byte of an IPv4 destination
             if packet[0] >> 4 != 4 or self.cut or not 0 <= to < len(self._fds):
                 continue
+            sender = packet[15] - 1
+            self.sent[sender] += 1
+            if (sender in self.apart) is not (to in self.apart) or (self.loss and self._chance.random() < self.loss):
+                continue
             ports = struct.unpack_from("!HH", packet, 4 * (packet[0] & 15))
-            ends = zip((packet[15] - 1, to), ports, strict=True)
+            ends = zip((sender, to), ports, strict=True)
             if all(port == self.only_port.get(node, port) for node, port in ends):
                 self._waiting.append((time.monotonic() + self.delay_s, self._fds[to], packet))
 

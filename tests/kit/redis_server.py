@@ -6,6 +6,7 @@ import shutil
 import socket
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple, Self
 
@@ -55,10 +56,21 @@ class RedisServer(StartingProcess):
     """Listens on a free port of 127.0.0.1 and keeps nothing on disk. With a certificate on another one over TLS too.
 
     Where the program is missing its start skips the test, or fails it, as ``require`` says.
+
+    Args:
+        before: a command before its own, which runs what follows it, as in a network namespace.
+        address: where it listens, as seen there.
     """
 
-    def __init__(self, *options: str, certificate: Certificate | None = None) -> None:
+    def __init__(
+        self,
+        *options: str,
+        certificate: Certificate | None = None,
+        before: Sequence[str] = (),
+        address: str = "127.0.0.1",
+    ) -> None:
         self.certificate = certificate
+        self._before, self._address = before, address
         self.options = options
         self.port, self.bus_port, self.tls_port = free_ports(3)
         self._started = False
@@ -66,7 +78,7 @@ class RedisServer(StartingProcess):
 
     @property
     def url(self) -> str:
-        return f"rediss://localhost:{self.tls_port}" if self.certificate else f"redis://127.0.0.1:{self.port}"
+        return f"rediss://localhost:{self.tls_port}" if self.certificate else f"redis://{self._address}:{self.port}"
 
     @property
     def name(self) -> str:
@@ -85,7 +97,8 @@ class RedisServer(StartingProcess):
         require("redis", PROGRAM, MISSING)
         assert PROGRAM is not None
         for _ in range(MAX_STARTS):
-            command = [PROGRAM, "--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
+            command = [*self._before, PROGRAM, "--port", str(self.port), "--bind", self._address]
+            command += ["--save", "", "--appendonly", "no", "--unixsocket", str(self._directory / "socket")]
             if "--cluster-enabled" in self.options:
                 command += ["--cluster-port", str(self.bus_port)]
                 if self.certificate is not None:
@@ -115,7 +128,9 @@ class RedisServer(StartingProcess):
     def command(self, *words: str | bytes) -> bytes:
         """Send one command, and return the first 64 KiB of what is answered."""
         data = [word.encode() if isinstance(word, str) else word for word in words]
-        with socket.create_connection(("127.0.0.1", self.port), 5.0) as connected:
+        with socket.socket(socket.AF_UNIX) as connected:  # its port may be in another network namespace
+            connected.settimeout(5.0)
+            connected.connect(str(self._directory / "socket"))
             connected.sendall(b"*%d\r\n" % len(data) + b"".join(b"$%d\r\n%s\r\n" % (len(word), word) for word in data))
             return connected.recv(65536)
 

@@ -16,6 +16,7 @@ NEEDS = (
     "chromium",
     "cuda-headers",
     "helm",
+    "history",
     "nixl",
     "prometheus",
     "redis",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -21,6 +22,7 @@ from kvoffd.simulate.trace import KEY_BYTES, RequestTrace, read_trace
 from kvoffd.tiering import WriteMode
 from kvoffd_client.cli import main as console
 from kvoffd_proto.messages import KeyState
+from kvoffd_proto.units import parse_size
 from tests.kit.cases import case
 from tests.kit.made_up_loads import Traffic, trace_of
 
@@ -372,6 +374,28 @@ def test_the_memory_of_many_nodes_is_said_before(tmp_path: Path, capfd: pytest.C
         words = [str(file), f"--nodes={nodes}", "--blocks=1,2", "--block-size=1MiB", "--route=session"]
         assert main(words) == 0
         assert capfd.readouterr().err.count(f"A replay over {nodes} nodes takes about ") == is_said
+
+
+CONSOLE = """
+import resource
+import sys
+from kvoffd_client.cli import main
+status = main(sys.argv[1:])
+print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss << 10)
+sys.exit(status)
+"""
+
+
+def test_later_replays_take_no_more_memory_than_was_said(tmp_path: Path) -> None:
+    file = tmp_path / "small.jsonl"
+    requests = islice(Traffic(1).chat(20), 400)
+    file.write_text("".join(json.dumps({"hash_ids": keys}) + "\n" for keys in requests))
+    words = ["trace", "replay", str(file), "--nodes=40", "--blocks=100", "--block-size=1MiB", "--route=random,session"]
+    done = subprocess.run([sys.executable, "-c", CONSOLE, *words], capture_output=True, text=True, check=True)
+    said = re.search(r"takes about ([0-9.]+ MiB) of memory", done.stderr)
+    assert said is not None, done.stderr
+    process_bytes = 128 << 20
+    assert int(done.stdout.splitlines()[-1]) - process_bytes < 1.5 * parse_size(said[1].replace(" ", ""))
 
 
 def test_hints_are_left_out_and_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
