@@ -111,10 +111,12 @@ class NamespaceResets:
 
     def follow_fleet(self) -> int:
         """Drop the blocks of namespaces that were voided for all nodes; return how many there were."""
-        count = 0
-        for fingerprint in list(self._state.generations.voided):
+        count, voided = 0, list(self._state.generations.voided)
+        for fingerprint in voided:
             count += self.drop(fingerprint)
             self._state.generations.followed(fingerprint)
+        if voided:
+            self._tier_supervisor.tell_peers(voided)
         return count
 
     def drop(self, fingerprint: bytes | None) -> int:

@@ -260,18 +260,20 @@ class TierSupervisor:
         self._generations.hear(fingerprint, generation)
         return [tier.raise_generation(fingerprint, generation) for tier in self.shared]
 
+    def tell_peers(self, fingerprints: Sequence[bytes]) -> None:
+        """Have the peers hear now that namespaces were voided on all nodes, not only when they are polled: in a large
+        fleet each node knows few others."""
+        for tier in self._every_shared:
+            tier.tell(fingerprints)
+
     def tick(self) -> None:
         """Do periodic work. A part that raises does not keep the others from it."""
         parts: list[Callable[[], object]] = [] if self.peer_server is None else [self.peer_server.tick]
         if self.tiering is not None:
-            parts += [partial(self._poll, tier) for tier in self._every_shared]
+            parts += [partial(tier.poll, self._cache.namespaces) for tier in self._every_shared]
             parts += [self._forget_closed, self.tiering.tick]
             parts += [*(disk.sample_errors for disk in self._disks), self._save_spent]
         call_each(parts)
-
-    def _poll(self, tier: SharedTier) -> None:
-        for fingerprint in self._cache.namespaces:
-            tier.poll(fingerprint)
 
     def _forget_closed(self) -> None:
         for closed in self._asked_at.keys() - self._cache.namespaces.keys():
@@ -290,7 +292,7 @@ class TierSupervisor:
             if (asked_at := self._asked_at.get(fingerprint)) is None:
                 asked_at = now
                 for tier in self.shared:
-                    tier.poll(fingerprint)
+                    tier.poll([fingerprint])
             # Each of them may be the only one that knows of a clear.
             has_silent = any(tier.answered_about(fingerprint) < asked_at for tier in self.shared)
             is_late = has_silent and now < asked_at + FOLLOW_S
