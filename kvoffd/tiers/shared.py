@@ -155,6 +155,7 @@ class SharedTier(Tier):
         """Start without knowledge of the store of this name."""
         self.name, self.counters = name, TierStats()
         self.health = StoreHealth(self.breaker, self.counters, len(self._pool), self._clock)
+        self.found_at = -inf
         self._unanswered = False
         """Whether the last question about keys was not answered."""
         self._polled_at: dict[bytes, float] = {}
@@ -441,7 +442,9 @@ class SharedTier(Tier):
             self._record_answer(fingerprint, answer.generation)
             if answer.generation == self.generations.fleet(fingerprint):  # else the blocks are void by now
                 found = answer.found
-                self.counters.found_keys += sum(found)
+                if count := sum(found):
+                    self.counters.found_keys += count
+                    self.found_at = self._clock()
         self._unanswered = answer is None
         self._answers.record(ask.group.tag, ask.keys, found)
         if ask.prefix and False in found:

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from math import inf
 from typing import NamedTuple, Protocol, TypeAlias
 
 from kvoffd.tiers.header import Block, BlockGroup
@@ -108,9 +109,11 @@ class Tier(ABC):
     Attributes:
         only_named: whether it is asked only for requests that name it, as a peer of a network. That such a peer is away
             is no error.
+        found_at: time of its last answer that it has a key; -inf for none.
     """
 
     only_named = False
+    found_at = -inf
 
     def __init__(self, name: str, listener: TierListener) -> None:
         self.name, self._listener, self.counters = name, listener, TierStats()
