@@ -80,21 +80,20 @@ class NamespaceResets:
         if not supervisor.shares:
             why = "This daemon has no shared store and no peers, so no other nodes to clear; leave out --all-nodes."
             raise KvoffdError(why, ErrorCode.BAD_ARGUMENT)
-        tiers = list(supervisor.shared)
-        networks = supervisor.networks
+        networks, places = supervisor.networks, supervisor.peer_places
+        lists = places.lists if places is not None else []
         pending = supervisor.void_everywhere(message.namespace)
         count = self.follow_fleet()
         saved = self._state.reply_once_saved(m.Done(message.request_id, count), self._clock(), CLEARED_NOT_SAVED)
 
         def poll(late: bool) -> m.AnyReply | None:
-            if not late and not all(one.ended for one in pending):
+            if not late and not all(one.ended for one in pending.values()):
                 return None
-            failed = [
-                (tier.name, one) for tier, one in zip(tiers, pending, strict=True) if one.problem or not one.ended
-            ]
+            failed = [(name, one) for name, one in pending.items() if one.problem or not one.ended]
             problems = [f"{name}: {one.problem or 'it has not answered yet.'}" for name, one in failed]
+            problems += places.untold if places is not None else []
             problems += [f"{one}: its nodes hear of it once they exchange blocks; clear there too." for one in networks]
-            if not (tiers or networks):
+            if not (pending or networks or lists):
                 problems.append(
                     "nobody was told: this node names no store and no peer, and only lends; clear on one that does."
                 )

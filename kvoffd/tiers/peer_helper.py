@@ -260,7 +260,7 @@ class Helper:
         return dealer
 
     def _replace(self, number: int, address: str) -> None:
-        """Give a peer's number to another one."""
+        """Give a peer's number to another one, or to none."""
         if (before := self._peers[number]) is not None:
             self._poller.unregister(before)
             self._poller.unregister(self._links_to.pop(number).events)
@@ -272,6 +272,8 @@ class Helper:
             self._nixl.remove_remote_agent(agent.name)
         self._settings.peers[number] = address
         self._peers[number] = None
+        if not address:
+            return
         with suppress(zmq.ZMQError):
             self._peers[number] = self._connect(number, address, waits=True)
 

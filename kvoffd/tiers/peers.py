@@ -292,7 +292,10 @@ class PeerHelper:
             return peer in self._reads.values()
 
     def connect(self, peer: int, address: str) -> bool:
-        """Give a peer's number to another one, while nothing is being read of it; False if the helper has no time."""
+        """Give a peer's number to another one, or to none, while nothing is being read of it.
+
+        Return False if the helper has no time.
+        """
         with self._lock:
             before, self._settings.peers[peer] = self._settings.peers[peer], address
             starts = self._channel is None

@@ -94,7 +94,7 @@ class SharedTier(Tier):
     Objects of a namespace have its fleet generation, which differs from that of the block group.
 
     Args:
-        name: the URL, without a password, for operators; empty for a place of a network that no peer has yet.
+        name: the URL, without a password, for operators; empty for a place that no peer has.
         open_store: makes a connection, for one thread.
         pool: the pool's memory.
         clock: ``time.monotonic``, by which the threads measure deadlines too.
@@ -172,7 +172,7 @@ class SharedTier(Tier):
     @property
     def idle(self) -> bool:
         """Whether nothing is being asked, read or written, and all ends were handled."""
-        return not any(one.unfinished for one in (self._asking, self._reading, self._writing))
+        return not (self._unfollowed or any(one.unfinished for one in (self._asking, self._reading, self._writing)))
 
     def _next_question(self, waiting: deque[Question]) -> list[Question]:
         """Take polls and other questions in turn, so that neither delays the other."""
@@ -186,7 +186,7 @@ class SharedTier(Tier):
     # --- answers of the store --------------------------------------------------------------------
 
     def find(self, group: BlockGroup, keys: Sequence[bytes], *, prefix: bool) -> Found:
-        if self.breaker.open or self.closed:
+        if not self.available():
             return Found(bytes(len(keys)))
         question: Ask | None = None
         states = self._answers.states(group.tag, keys)
@@ -270,7 +270,7 @@ class SharedTier(Tier):
     # --- state and maintenance -------------------------------------------------------------------
 
     def available(self) -> bool:
-        return not self.breaker.open and not self.closed
+        return bool(self.name) and not self.breaker.open and not self.closed
 
     def takes(self, group: BlockGroup, key: bytes) -> bool:
         # Blocks of a namespace that was reset on all nodes belong to the earlier generation until they are dropped.
@@ -305,7 +305,7 @@ class SharedTier(Tier):
         self._unfollowed.clear()
         if self.breaker.open:
             self._reading.end((Result.FAILED, None))
-        if self.health.update_steady() and not self.only_named:
+        if self.health.update_steady() and not self.may_be_away:
             logger.info("%s is reachable.", self.name)
         self._put_due_questions()
         if self._store.servers is not None:
@@ -500,7 +500,7 @@ class SharedTier(Tier):
     def failed(self, error: StoreError, *, refuses_writes: bool) -> None:
         """Record a failure, and report it. ``refuses_writes``: the server answers, but refuses a write."""
         self.health.failed(error, refuses_writes=refuses_writes)
-        if self.only_named:
+        if self.may_be_away:
             self.counters.errors[error.kind] += 1
         else:
             self._error(error.kind, error.sentence)

@@ -107,12 +107,12 @@ class Tier(ABC):
     A failure is a miss, and is reported to the listener. Device errors are never raised here.
 
     Attributes:
-        only_named: whether it is asked only for requests that name it, as a peer of a network. That such a peer is away
-            is no error.
+        only_named: whether it is asked only for requests that name it, as a peer of a network.
+        may_be_away: whether it is no error that it is away, as one of many nodes behind a name.
         found_at: time of its last answer that it has a key; -inf for none.
     """
 
-    only_named = False
+    only_named = may_be_away = False
     found_at = -inf
 
     def __init__(self, name: str, listener: TierListener) -> None:
