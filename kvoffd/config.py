@@ -35,9 +35,11 @@ CONFIG_VARIABLE = "KVOFFD_CONFIG"
 _SERVICE_LINK = re.compile(r"KVOFFD(_[A-Z0-9_]+)?_(SERVICE_HOST|SERVICE_PORT(_[A-Z0-9_]+)?|PORT(_[0-9]+_.+)?)")
 
 MAX_PEERS = 8
-"""Peers are asked one after the other."""
-NAMED_PEERS = 8
-"""Peers of networks that are connected at once: those that requests named last."""
+"""Peers that can be named."""
+PEER_PLACES = 8
+"""Nodes of networks and behind names that are connected at once."""
+DNS = "dns+"
+"""Beginning of a name in ``peers`` all of whose addresses are nodes."""
 MIN_DISK_BYTES = 16 * 1024**2
 
 
@@ -244,18 +246,44 @@ def parse_address(text: str) -> tuple[str, int]:
     return host, int(port)
 
 
-def parse_peer(text: str) -> tuple[str | ipaddress.IPv4Network | ipaddress.IPv6Network, int]:
-    """Read ``host:port``, or ``network:port`` as ``10.0.0.0/16:7400``. Raises ValueError with half a sentence."""
+Network: TypeAlias = ipaddress.IPv4Network | ipaddress.IPv6Network
+
+
+class Peer(NamedTuple):
+    """A peer of the setting ``peers``, or several: a network, or, with ``is_list``, all addresses of a name.
+
+    Attributes:
+        text: as it is configured.
+    """
+
+    text: str
+    host: str | Network
+    port: int
+    is_list: bool = False
+
+    @property
+    def is_one(self) -> bool:
+        """Whether it is a single node."""
+        return isinstance(self.host, str) and not self.is_list
+
+
+def parse_peer(text: str) -> Peer:
+    """Read ``host:port``, ``network:port`` as ``10.0.0.0/16:7400``, or ``dns+host:port`` for all addresses of a name.
+
+    Raises ValueError with half a sentence.
+    """
+    if is_list := text.startswith(DNS):
+        return Peer(text, *parse_address(text.removeprefix(DNS)), is_list)
     network, _, port = text.rpartition(":")
     if "/" not in network:
-        return parse_address(text)
-    return ipaddress.ip_network(network.strip("[]")), parse_address(f"localhost:{port}")[1]
+        return Peer(text, *parse_address(text))
+    return Peer(text, ipaddress.ip_network(network.strip("[]")), parse_address(f"localhost:{port}")[1])
 
 
 def peer_places(peers: Collection[str]) -> list[str]:
-    """Return the addresses of peers that are connected at once; empty for those of networks, which requests name."""
-    hosts = [one for one in peers if isinstance(parse_peer(one)[0], str)]
-    return hosts + [""] * NAMED_PEERS * (len(hosts) < len(peers))
+    """Return the addresses of peers that are connected at once; empty for those that are not named one by one."""
+    hosts = [one for one in peers if parse_peer(one).is_one]
+    return hosts + [""] * PEER_PLACES * (len(hosts) < len(peers))
 
 
 def _checked(check: Callable[[str], object], text: str) -> str:
@@ -324,6 +352,8 @@ class ServerLimits:
     """Interval between saves of the totals that outlive the daemon; a killed daemon loses the last interval."""
     pin_linger_s: float = 600.0
     """Time for which the pool stays pinned after the last engine on a GPU has left."""
+    resolve_s: float = 30.0
+    """Interval at which names of many peers are resolved, as long as a cluster's DNS keeps an answer."""
     touch_threads: int = 0
     """Threads that touch the pool at the start; 0 derives their number from the cores."""
 
@@ -422,8 +452,8 @@ class Config:
     ).setting(
         (),
         "Another node's kvoffd whose pool is read for what this node lacks, as host:port of its peer_listen. Repeat it "
-        "for each peer; they are asked in this order, after the shared stores, within the same deadlines. Nodes of a "
-        "network, such as 10.0.0.0/16:7400, are asked only for requests that name them.",
+        "for each peer; they are asked after the shared stores, within the same deadlines. Nodes of a network, such as "
+        "10.0.0.0/16:7400, are asked only for requests that name them. dns+NAME:7400 are all addresses of a name.",
     )
     peer_listen: str = SettingKind(_address, "HOST:PORT").setting(
         "",

@@ -20,6 +20,7 @@ from kvoffd.tiers.peers import (
     GENERATION_BYTES,
     LENT,
     MAX_BLOCKS,
+    MAX_FOLLOWED,
     MAX_KEYS,
     MAX_MESSAGE_BYTES,
     MAX_SHARDS,
@@ -125,10 +126,19 @@ class PeerServer:
             self._generations.hear(fingerprint, generation)
 
     def _follow(self, wanted: Follow) -> bytes:
+        count = len(wanted.others) // FINGERPRINT_BYTES
+        if len(wanted.others) % FINGERPRINT_BYTES or count > MAX_FOLLOWED:
+            raise ValueError
         self._hear(wanted.fingerprint, wanted.generation)
+        places = range(0, len(wanted.others), FINGERPRINT_BYTES)
+        others = [wanted.others[at : at + FINGERPRINT_BYTES] for at in places]
         # Until then a kill would bring the blocks back.
-        is_kept = wanted.fingerprint not in self._generations.voided and self._is_saved()
-        return self._generations.fleet(wanted.fingerprint).to_bytes(GENERATION_BYTES, "little") + bytes([is_kept])
+        is_saved, generations = self._is_saved(), self._generations
+        return b"".join(
+            generations.fleet(one).to_bytes(GENERATION_BYTES, "little")
+            + bytes([is_saved and one not in generations.voided])
+            for one in (wanted.fingerprint, *others)
+        )
 
     def _find(self, wanted: Find) -> bytes:
         count = len(wanted.keys) // max(1, wanted.key_bytes)

@@ -79,22 +79,21 @@ class NamespaceResets:
         if not supervisor.shares:
             why = "This daemon has no shared store and no peers, so no other nodes to clear; leave out --all-nodes."
             raise KvoffdError(why, ErrorCode.BAD_ARGUMENT)
-        tiers = list(supervisor.shared)
-        networks = supervisor.networks
+        networks, places = supervisor.networks, supervisor.peer_places
+        lists = places.lists if places is not None else []
         pending = supervisor.void_everywhere(message.namespace)
         count = self.follow_fleet()
         until = self._clock() + OPERATOR_WAIT_S
         saved = self._state.reply_once_saved(m.Done(message.request_id, count), until, CLEARED_NOT_SAVED)
 
         def poll(late: bool) -> m.AnyReply | None:
-            if not late and not all(one.ended for one in pending):
+            if not late and not all(one.ended for one in pending.values()):
                 return None
-            failed = [
-                (tier.name, one) for tier, one in zip(tiers, pending, strict=True) if one.problem or not one.ended
-            ]
+            failed = [(name, one) for name, one in pending.items() if one.problem or not one.ended]
             problems = [f"{name}: {one.problem or 'it has not answered yet.'}" for name, one in failed]
+            problems += places.untold if places is not None else []
             problems += [f"{one}: its nodes hear of it once they exchange blocks; clear there too." for one in networks]
-            if not (tiers or networks):
+            if not (pending or networks or lists):
                 problems.append(
                     "nobody was told: this node names no store and no peer, and only lends; clear on one that does."
                 )
@@ -111,10 +110,12 @@ class NamespaceResets:
 
     def follow_fleet(self) -> int:
         """Drop the blocks of namespaces that were voided for all nodes; return how many there were."""
-        count = 0
-        for fingerprint in list(self._state.generations.voided):
+        count, voided = 0, list(self._state.generations.voided)
+        for fingerprint in voided:
             count += self.drop(fingerprint)
             self._state.generations.followed(fingerprint)
+        if voided:
+            self._tier_supervisor.tell_peers(voided)
         return count
 
     def drop(self, fingerprint: bytes | None) -> int:

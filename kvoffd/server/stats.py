@@ -274,8 +274,8 @@ class Statistics:
                 unshared_namespaces=unshared,
             )
             for source in tiering.stores
-            # A peer that only requests name is shown while it answers: they may name what is gone.
-            if isinstance(tier := source.tier, SharedTier) and (tier.available() or not tier.only_named)
+            # One of many peers is shown while it answers: requests may name what is gone.
+            if isinstance(tier := source.tier, SharedTier) and (tier.available() or not tier.may_be_away)
         ]
 
     def _lent_stats(self) -> s.LentStats | None:

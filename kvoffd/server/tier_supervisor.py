@@ -21,16 +21,17 @@ from kvoffd.observe.meters import HOUR_S, CounterWindows
 from kvoffd.pool.pool import Pool
 from kvoffd.server.engine_memory import Post
 from kvoffd.server.lender import PeerServer
+from kvoffd.server.peer_places import PeerPlaces
 from kvoffd.server.persistence import State
 from kvoffd.system.calls import call_each
 from kvoffd.system.numa import usable_cpus
 from kvoffd.system.threads import start
 from kvoffd.tiering import TieringSettings, WriteMode
-from kvoffd.tiering.promotions import Promotions
 from kvoffd.tiering.tiering import Tiering
 from kvoffd.tiers.asking_thread import Raise
 from kvoffd.tiers.disk import DiskTier
 from kvoffd.tiers.disk_file import OpeningStopped
+from kvoffd.tiers.peer_names import NameResolver, PeerName, Resolved
 from kvoffd.tiers.peers import HelperSettings, PeerHelper, PeerStore, check_installed, read_secret
 from kvoffd.tiers.shared import SharedTier
 from kvoffd.tiers.store import Credentials, Store, open_store, warn_of_readers
@@ -45,8 +46,6 @@ CLOSE_STEP_S = 0.02
 STOP_OPENING_S = 1.0
 FOLLOW_S = 5.0
 """Time after which disks serve a namespace that was opened although some store or peer has not answered about it."""
-KEPT_S = 1.0
-"""Time for which a peer that a request named is not replaced by another one."""
 TRICKLE_BYTES = 4 * 2**20
 """Bytes written per tick and CPU while engines copy: with more CPUs writes slow down copies less."""
 HARMLESS_ERRORS = {DiskFault.NOT_DIRECT, DiskFault.STARTED_ANEW, DiskFault.TOO_LARGE, DiskFault.TRUNCATED}
@@ -96,16 +95,6 @@ def _trickle_bytes() -> int:
     return TRICKLE_BYTES * len(usable_cpus())
 
 
-@dataclass(eq=False)
-class NamedPeer:
-    """A place for a peer of a network. ``number``: for the helper."""
-
-    number: int
-    tier: SharedTier
-    source: Promotions
-    named_at: float = -inf
-
-
 class TierSupervisor:
     """Opens, monitors and closes the tiers. For the service's thread, except ``_open``.
 
@@ -117,6 +106,7 @@ class TierSupervisor:
         networks: peers that are networks, with their ports, as configured.
         peer_server: what is lent to peers; None if nothing is.
         peer_helper: the process that talks to them; None without peers.
+        peer_places: the peers of networks and behind names; None without such.
     """
 
     def __init__(
@@ -139,10 +129,12 @@ class TierSupervisor:
         self._generations = state.generations
         self.peer_helper: PeerHelper | None = None
         self.peer_server: PeerServer | None = None
-        peers = [(*parse_peer(text), text) for text in config.peers]
-        self._peers = [(host.lower(), text) for host, _, text in peers if isinstance(host, str)]
-        self.networks = {text: (network, port) for network, port, text in peers if not isinstance(network, str)}
-        self._named: list[NamedPeer] = []
+        peers = list(map(parse_peer, config.peers))
+        self._peers = [(str(peer.host).lower(), peer.text) for peer in peers if peer.is_one]
+        self.networks = {peer.text: (peer.host, peer.port) for peer in peers if not isinstance(peer.host, str)}
+        self._names = [PeerName(peer.text, str(peer.host), peer.port) for peer in peers if peer.is_list]
+        self._resolver: NameResolver | None = None
+        self.peer_places: PeerPlaces | None = None
         self._asked_at: dict[bytes, float] = {}
         """Time of the first lookup by open namespace, when stores were asked; -inf once it is followed."""
         if tiering is not None:
@@ -158,16 +150,28 @@ class TierSupervisor:
         for url, open_one in zip(self._config.shared, stores, strict=True):
             self.shared.append(tier := self._shared_tier(url, open_one, tiering))
             tiering.add_store(tier, self._settings(WriteMode(self._config.shared_write)))
+        if (helper := self.peer_helper) is not None:
+            self._add_peers(tiering, helper)
+
+    def _add_peers(self, tiering: Tiering, helper: PeerHelper) -> None:
+        quiet = self._settings(WriteMode.NEVER)
         for number, peer in enumerate(peer_places(self._config.peers)):
-            assert self.peer_helper is not None
-            open_one = partial(PeerStore, self.peer_helper, number)
-            tier = self._shared_tier(peer and f"{PEER}{peer}", open_one, tiering)
-            source = tiering.add_store(tier, self._settings(WriteMode.NEVER))
+            tier = self._shared_tier(peer and f"{PEER}{peer}", partial(PeerStore, helper, number), tiering)
+            source = tiering.add_store(tier, quiet)
             if peer:
                 self.shared.append(tier)
-            else:
-                tier.only_named = True
-                self._named.append(NamedPeer(number, tier, source))
+                continue
+            if self.peer_places is None:
+                replace = partial(tiering.replace_source, settings=quiet)
+                self.peer_places = PeerPlaces(helper, self._names, replace, self._clock)
+            self.peer_places.add(number, tier, source)
+        if (places := self.peer_places) is not None and self._names:
+
+            def answered(number: int, answer: Resolved) -> None:
+                self._post(partial(places.resolved, number, answer))
+
+            every_s = self._config.limits.resolve_s
+            self._resolver = NameResolver(self._names, self._config.peer_listen, every_s, answered)
 
     def _start_peers(self) -> None:
         """Start the helper, where peers are read or served."""
@@ -180,37 +184,22 @@ class TierSupervisor:
         self.peer_helper = PeerHelper(settings, self._pool.place, self._peer_asks, self._peers_left)
 
     def peer_at(self, host: str) -> str:
-        """Return the name of a peer's tier; empty if it is neither configured nor in a network that is."""
+        """Return the name of a peer's tier; empty if it is neither configured, nor in a network or behind a name that
+        is, or all places are taken."""
         host = host.strip("[]").lower()
         if (peer := next((peer for name, peer in self._peers if name == host), None)) is not None:
             return f"{PEER}{peer}"
+        if (places := self.peer_places) is None:
+            return ""
         with suppress(ValueError):
             address = ip_address("" if "%" in host else host)  # a zone is one of another machine
+            shown = str(address) if address.version == 4 else f"[{address}]"
+            if listed := places.find(shown):
+                return places.give(listed, only_named=False)
             for network, port in self.networks.values():
                 if address in network:
-                    return self._give_place(f"{PEER}{address if address.version == 4 else f'[{address}]'}:{port}")
+                    return places.give(f"{shown}:{port}")
         return ""
-
-    def _give_place(self, name: str) -> str:
-        """Have a peer of a network be asked. It may replace one that was not named recently and is not being used.
-
-        Return its name; empty if all places are taken.
-        """
-        now = self._clock()
-        if (place := next((place for place in self._named if place.tier.name == name), None)) is None:
-            assert self.peer_helper is not None
-            assert self.tiering is not None
-            helper = self.peer_helper
-            due = (place for place in self._named if now >= place.named_at + KEPT_S)
-            free = (place for place in due if place.source.idle and place.tier.idle and not helper.reads(place.number))
-            if (place := min(free, key=lambda place: place.named_at, default=None)) is None:
-                return ""
-            if not helper.connect(place.number, name.removeprefix(PEER)):
-                return ""
-            place.tier.become(name)
-            place.source = self.tiering.replace_source(place.source, self._settings(WriteMode.NEVER))
-        place.named_at = now
-        return name
 
     def _peer_asks(self, route: bytes, ident: int, kind: int, payload: bytes) -> None:
         """Pass a peer's request to the service's thread. Called in the helper's thread."""
@@ -245,33 +234,43 @@ class TierSupervisor:
 
     @property
     def _every_shared(self) -> list[SharedTier]:
-        """The shared stores and peers, with those that requests named."""
-        return [*self.shared, *(place.tier for place in self._named)]
+        """The shared stores and peers, with the places."""
+        return [*self.shared, *(self.peer_places or ())]
+
+    @property
+    def _always_asked(self) -> list[SharedTier]:
+        """The shared stores and peers that are asked for whatever is missing."""
+        return [*self.shared, *(self.peer_places.listed if self.peer_places is not None else ())]
 
     @property
     def shares(self) -> bool:
         """Whether blocks are exchanged with other nodes."""
         return bool(self.shared) or self.peer_helper is not None
 
-    def void_everywhere(self, fingerprint: bytes) -> list[Raise]:
-        """Begin to void a namespace's blocks for all nodes. Here they are void at once: from a store or peer that
-        cannot be reached nothing is taken until it has followed."""
+    def void_everywhere(self, fingerprint: bytes) -> dict[str, Raise]:
+        """Begin to void a namespace's blocks for all nodes; return what was begun, by the name of a store or peer.
+
+        Here they are void at once: from a store or peer that cannot be reached nothing is taken until it has followed.
+        """
         generation = self._generations.next_of_all(fingerprint)
         self._generations.hear(fingerprint, generation)
-        return [tier.raise_generation(fingerprint, generation) for tier in self.shared]
+        return {tier.name: tier.raise_generation(fingerprint, generation) for tier in self._always_asked}
+
+    def tell_peers(self, fingerprints: Sequence[bytes]) -> None:
+        """Have the peers hear now that namespaces were voided on all nodes, not only when they are polled: in a large
+        fleet each node knows few others."""
+        for tier in self._every_shared:
+            tier.tell(fingerprints)
 
     def tick(self) -> None:
         """Do periodic work. A part that raises does not keep the others from it."""
         parts: list[Callable[[], object]] = [] if self.peer_server is None else [self.peer_server.tick]
         if self.tiering is not None:
-            parts += [partial(self._poll, tier) for tier in self._every_shared]
+            parts += [partial(tier.poll, self._cache.namespaces) for tier in self._every_shared]
+            parts += [self.peer_places.tick] if self.peer_places is not None else []
             parts += [self._forget_closed, self.tiering.tick]
             parts += [*(disk.sample_errors for disk in self._disks), self._save_spent]
         call_each(parts)
-
-    def _poll(self, tier: SharedTier) -> None:
-        for fingerprint in self._cache.namespaces:
-            tier.poll(fingerprint)
 
     def _forget_closed(self) -> None:
         for closed in self._asked_at.keys() - self._cache.namespaces.keys():
@@ -285,14 +284,14 @@ class TierSupervisor:
     def is_behind(self, fingerprint: bytes) -> bool:
         """Return whether a namespace may have been cleared on all nodes since it was last open here: not every store
         and peer has answered about it since. They are asked."""
-        if self.shared:
+        if asked_tiers := self._always_asked:
             now = self._clock()
             if (asked_at := self._asked_at.get(fingerprint)) is None:
                 asked_at = now
-                for tier in self.shared:
-                    tier.poll(fingerprint)
+                for tier in asked_tiers:
+                    tier.poll([fingerprint])
             # Each of them may be the only one that knows of a clear.
-            has_silent = any(tier.answered_about(fingerprint) < asked_at for tier in self.shared)
+            has_silent = any(tier.answered_about(fingerprint) < asked_at for tier in asked_tiers)
             is_late = has_silent and now < asked_at + FOLLOW_S
             self._asked_at[fingerprint] = asked_at if is_late else -inf
             if is_late:
@@ -327,6 +326,8 @@ class TierSupervisor:
                 )
         if (helper := self.peer_helper) is not None and helper.problem:
             yield "peer_helper", f"{helper.problem} No blocks are read from peers or lent to them."
+        for sentence in self.peer_places.problems if self.peer_places is not None else ():
+            yield "shared_unreachable", sentence
         for tier in self.shared:
             if not tier.available() and tier.health.problem:
                 yield (
@@ -357,6 +358,8 @@ class TierSupervisor:
             if disk.opener is not None:
                 disk.opener.join(min(STOP_OPENING_S, max(0.0, until - time.monotonic())))
         closed = True
+        if self._resolver is not None:
+            self._resolver.close()
         if self.peer_helper is not None:
             for tier in self._every_shared:
                 tier.closed = True

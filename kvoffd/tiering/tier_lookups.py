@@ -30,6 +30,9 @@ ANSWER_S = 0.02
 """Estimate of a store's answer time, for engines that wait. The ask deadline covers the worst case, and may be longer
 than any engine waits."""
 
+PEERS_AT_ONCE = 4
+"""Peers that are asked about a key at once, first those that had something last; if none of them has it, the next."""
+
 _ANSWER_TABLES = tuple(bytes(one == state for one in range(256)) for state in (ABSENT, PRESENT, ASKED))
 """Tables for ``translate``: 1 for one answer of a tier, 0 for others."""
 READY_OR_COMING = bytes([READY, *COMING])
@@ -91,28 +94,50 @@ class _Range:
             self.unfound = [at for at in self.unfound if keys[at] not in coming]
         self.there: dict[int, Promotions] = {}
         """Sources that have a key."""
-        self.asking: dict[int, Tier] = {}
-        """Stores that are being asked for a key."""
-        self.question: object = None
-        """The question to a store, if this lookup asked it for all keys in one."""
+        self.asking: dict[int, tuple[Tier, ...]] = {}
+        """Stores that are being asked for a key: one, or several peers."""
+        self.questions: list[object] = []
+        """The questions to these stores, if this lookup asked each of them for all keys in one."""
         self.found_by: dict[str, None] = {}
         """Names of the tiers that have a key, or are being asked for it."""
 
     def look(self, sources: Sequence[Promotions], *, prefix: bool) -> None:
-        """Ask each of these sources for the keys that no earlier one has."""
-        for source in sources:
+        """Ask each of these sources for the keys that no earlier one has, and some peers at once."""
+        for step in _steps_of(sources):
             if not self.unfound:
                 return
-            every, tier = len(self.unfound) == len(self.keys), source.tier
+            every = len(self.unfound) == len(self.keys)
             keys = self.keys if every else list(map(self.keys.__getitem__, self.unfound))
-            found, question = tier.find(self.block_group, keys, prefix=prefix)
-            self.question = question if every else None
-            if any(found):
+            answers = [source.tier.find(self.block_group, keys, prefix=prefix) for source in step]
+            answered = [(source, *answer) for source, answer in zip(step, answers, strict=True) if any(answer.states)]
+            self.questions = [question for _, _, question in answered] if every else []
+            self.found_by.update((source.tier.name, None) for source, _, _ in answered)
+            if len(answered) == 1:
+                (source, found, _) = answered[0]
                 absent, present, asked = (compress(self.unfound, found.translate(one)) for one in _ANSWER_TABLES)
-                self.found_by[tier.name] = None
                 self.there.update(dict.fromkeys(present, source))
-                self.asking.update(dict.fromkeys(asked, tier))
+                self.asking.update(dict.fromkeys(asked, (source.tier,)))
                 self.unfound = list(absent)
+            elif answered:
+                self._take_answers([(source, found) for source, found, _ in answered])
+            if None in self.questions or len(self.asking) < len(self.keys):
+                self.questions = []
+
+    def _take_answers(self, answers: Sequence[tuple[Promotions, bytes]]) -> None:
+        """Take what several peers answered about the unfound keys: the first one that has a key gives it, although
+        others have not answered yet."""
+        states = np.frombuffer(b"".join(found for _, found in answers), np.uint8).reshape(len(answers), -1)
+        places, has = np.array(self.unfound), states == PRESENT
+        is_there = has.any(axis=0)
+        first = has.argmax(axis=0)
+        for number, (source, _) in enumerate(answers):
+            self.there.update(dict.fromkeys(places[is_there & (first == number)].tolist(), source))
+        bits = 1 << np.arange(len(answers))
+        asked_of = np.where(is_there, 0, ((states == ASKED) * bits[:, None]).sum(axis=0))
+        for some in set(asked_of.tolist()) - {0}:
+            tiers = tuple(source.tier for (source, _), bit in zip(answers, bits.tolist(), strict=True) if some & bit)
+            self.asking.update(dict.fromkeys(places[asked_of == some].tolist(), tiers))
+        self.unfound = places[~is_there & (asked_of == 0)].tolist()
 
 
 class TierLookups:
@@ -210,7 +235,8 @@ class TierLookups:
     def _sources_for(self, lease: Lease, asked: Sequence[AskedKeys] | None) -> list[Promotions]:
         """Return the available sources that a lookup under a lease may use, in the order in which they are asked.
 
-        If it names a peer that is available: that peer, disks and stores. Else all but the peers of networks. In
+        If it names a peer that is available: that peer, disks and stores. Else all but the peers of networks, and those
+        peers first that had something last. In
         ``asked`` those that are down are recorded, except peers that the lookup does not name.
         """
         fingerprint, named = lease.namespace.fingerprint, lease.peer
@@ -226,7 +252,9 @@ class TierLookups:
         if sources and not sources[0].shared and self.is_behind(fingerprint):
             sources = [one for one in sources if one.shared]
         if named and any(one.name == named for one in sources):
-            sources = [one for one in sources if one.name == named or not one.name.startswith(PEER)]
+            return [one for one in sources if one.name == named or not one.name.startswith(PEER)]
+        if len(sources) > PEERS_AT_ONCE:  # a stable order: others than peers come first
+            sources.sort(key=lambda one: -one.tier.found_at if one.name.startswith(PEER) else -inf)
         return sources
 
     def _find_run(self, lookup: _Lookup, part: _Range) -> bool:
@@ -246,7 +274,7 @@ class TierLookups:
             part.look(lookup.sources, prefix=True)
         end = min([end, *part.unfound[:1]])
         if end < len(part.keys):
-            part.asking = {at: tier for at, tier in part.asking.items() if at < end}
+            part.asking = {at: tiers for at, tiers in part.asking.items() if at < end}
         if part.asking:
             self._await_answers(lookup, part, prefix=True)
         places = set(part.there)
@@ -292,13 +320,13 @@ class TierLookups:
             return
         lookup.mark(part, sorted(part.asking), UNANSWERED_YET)
         asked = lookup.asked[part.number]
-        if prefix and part.question is not None:
-            self._unanswered.add_run(part.question, asked, part.start)
+        if prefix and part.questions:
+            self._unanswered.add_run(part.questions, asked, part.start)
             return
-        for tier in dict.fromkeys(part.asking.values()):
-            places = [at for at, one in part.asking.items() if one is tier]
+        for tiers in dict.fromkeys(part.asking.values()):
+            places = [at for at, one in part.asking.items() if one == tiers]
             keys = [part.keys[at] for at in places]
-            self._unanswered.add(tier, part.block_group.tag, keys, asked, [part.start + at for at in places])
+            self._unanswered.add(tiers, part.block_group.tag, keys, asked, [part.start + at for at in places])
 
     def _request(self, lookup: _Lookup, part: _Range, places: Sequence[int]) -> None:
         """Request keys that are in a tier or coming, up to the first that cannot be requested; set their states."""
@@ -372,6 +400,21 @@ class TierLookups:
         for source in slower:
             source.failures[SLOWER] += counts[source]
         return slower
+
+
+def _steps_of(sources: Sequence[Promotions]) -> Iterator[Sequence[Promotions]]:
+    """Divide sources into those that are asked at once: some peers, or any other one alone."""
+    step: list[Promotions] = []
+    for source in sources:
+        if not source.name.startswith(PEER):
+            yield [source]
+            continue
+        step.append(source)
+        if len(step) == PEERS_AT_ONCE:
+            yield step
+            step = []
+    if step:
+        yield step
 
 
 def _record_down(tier: Tier, asked: Sequence[AskedKeys]) -> None:

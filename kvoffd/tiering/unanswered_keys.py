@@ -15,25 +15,68 @@ from kvoffd.tiers.header import BlockGroup
 from kvoffd.tiers.tier import PEER, Tier
 
 
+class _Run:
+    """Keys of a lookup from ``first`` on that questions to several stores are about: peers, or one store.
+
+    Attributes:
+        found: leading keys that a store has, by the answers so far.
+        questions: number of those that are not answered.
+    """
+
+    __slots__ = ("asked", "first", "found", "questions")
+
+    def __init__(self, asked: AskedKeys, first: int, questions: int) -> None:
+        self.asked, self.first, self.questions, self.found = asked, first, questions, 0
+
+
+class _Keys:
+    """Keys of a lookup that stores are being asked for: one store, or several peers.
+
+    Args:
+        open_questions: stores that have not answered, by the key's position; None for one store.
+    """
+
+    __slots__ = ("_open", "asked")
+
+    def __init__(self, asked: AskedKeys, open_questions: dict[int, int] | None) -> None:
+        self.asked, self._open = asked, open_questions
+
+    def settle(self, position: int, *, is_there: bool) -> bool:
+        """Record a store's answer about the key at a position; return whether it is the one that decides: the first
+        that has the key, or the last."""
+        if self._open is None:
+            return True
+        if not (left := self._open.pop(position, 0)):
+            return False  # another one has it
+        if is_there or left == 1:
+            return True
+        self._open[position] = left - 1
+        return False
+
+
 class UnansweredKeys:
     """Keys that are UNANSWERED_YET, and the lookups that asked for them: these count them once they are answered."""
 
     def __init__(self, cache: Cache) -> None:
         self._cache = cache
-        self._by_key: dict[Namespace, dict[tuple[Tier, int], dict[bytes, tuple[Asker, ...]]]] = {}
-        """Lookups by namespace, by the store that is asked and the tag, and by key."""
-        self._runs: dict[object, Asker] = {}
-        """Lookups all of whose keys are in one question to a store, by the question: the first key's asker."""
+        self._by_key: dict[Namespace, dict[tuple[Tier, int], dict[bytes, tuple[tuple[_Keys, int], ...]]]] = {}
+        """Lookups by namespace, by the store that is asked and the tag, and by key, with the key's position."""
+        self._runs: dict[object, _Run] = {}
+        """Lookups all of whose keys are in one question to a store, or in one to each of several peers, by question."""
 
-    def add_run(self, question: object, asked: AskedKeys, first: int) -> None:
-        """Add the keys of a lookup from ``first`` on, all of which one question to a store is about."""
-        self._runs[question] = asked, first
+    def add_run(self, questions: Sequence[object], asked: AskedKeys, first: int) -> None:
+        """Add the keys of a lookup from ``first`` on, all of which each of these questions is about."""
+        self._runs.update(dict.fromkeys(questions, _Run(asked, first, len(questions))))
 
-    def add(self, tier: Tier, tag: int, keys: Sequence[bytes], asked: AskedKeys, positions: Iterable[int]) -> None:
-        """Add keys of a lookup that a store is being asked for, and their positions in it."""
-        by_key = self._by_key.setdefault(asked.namespace, {}).setdefault((tier, tag), {})
-        for key, position in zip(keys, positions, strict=True):
-            by_key[key] = (*by_key.get(key, ()), (asked, position))
+    def add(
+        self, tiers: Sequence[Tier], tag: int, keys: Sequence[bytes], asked: AskedKeys, positions: Sequence[int]
+    ) -> None:
+        """Add keys of a lookup that each of these stores is being asked for, and their positions in it."""
+        lookup = _Keys(asked, dict.fromkeys(positions, len(tiers)) if len(tiers) > 1 else None)
+        for tier in tiers:
+            by_key = self._by_key.setdefault(asked.namespace, {}).setdefault((tier, tag), {})
+            for key, position in zip(keys, positions, strict=True):
+                by_key[key] = (*by_key.get(key, ()), (lookup, position))
 
     def forget(self, namespace: Namespace) -> None:
         """Drop the keys of a namespace that was forgotten."""
@@ -49,23 +92,31 @@ class UnansweredKeys:
             return
         if namespace.generation != block_group.generation:
             found = [False] * len(keys)
-        if run is not None and run[0].namespace is namespace:  # else another one has its fingerprint now
-            (asked, first), gap = run, sum(found)
-            namespace.counters.found_shared += gap
-            _record_answer(tier, asked, is_down=is_down)
-            asked.set(first, bytes([IN_A_TIER]) * gap)
-            self._cache.prompts.tier_lacks(asked, first + gap, len(keys) - gap)
+        if run is not None and run.asked.namespace is namespace:  # else another one has its fingerprint now
+            _record_answer(tier, run.asked, is_down=is_down)
+            if more := max(0, sum(found) - run.found):
+                namespace.counters.found_shared += more
+                run.asked.set(run.first + run.found, bytes([IN_A_TIER]) * more)
+                run.found += more
+            run.questions -= 1
+            if not run.questions:
+                self._cache.prompts.tier_lacks(run.asked, run.first + run.found, len(keys) - run.found)
         by_tier, tier_and_tag = self._by_key.get(namespace, {}), (tier, block_group.tag)
         if not (by_key := by_tier.get(tier_and_tag)):
             return
-        askers = [by_key.pop(key, ()) for key in keys]
+        lookups = [by_key.pop(key, ()) for key in keys]
         if not by_key:
             del by_tier[tier_and_tag]
+        for asked in {lookup.asked: None for its in compress(lookups, map(not_, found)) for lookup, _ in its}:
+            _record_answer(tier, asked, is_down=is_down)
+        askers = [
+            [(lookup.asked, position) for lookup, position in its if lookup.settle(position, is_there=is_there)]
+            for its, is_there in zip(lookups, found, strict=True)
+        ]
         namespace.counters.found_shared += sum(map(len, compress(askers, found)))
         for asked, position, count in _runs(compress(askers, found)):
             asked.set(position, bytes([IN_A_TIER]) * count)
         for asked, position, count in _runs(compress(askers, map(not_, found))):
-            _record_answer(tier, asked, is_down=is_down)
             self._cache.prompts.tier_lacks(asked, position, count)
 
 

@@ -50,9 +50,9 @@ class Ask:
 
 @dataclass(slots=True, eq=False)
 class Poll:
-    """Asks for a namespace's generation. Also asked while the store fails to read or write."""
+    """Asks for the generations of namespaces. Also asked while the store fails to read or write."""
 
-    fingerprint: bytes
+    fingerprints: Sequence[bytes]
     deadline: float
 
 
@@ -69,6 +69,14 @@ class Answer:
 
     generation: int
     found: list[bool]
+    seconds: float
+
+
+@dataclass(slots=True)
+class PollAnswer:
+    """The generation of each namespace, None where the store has no valid one, and how long the answer took."""
+
+    generations: list[int | None]
     seconds: float
 
 
@@ -140,7 +148,7 @@ class AskingThread(StoreThread):
         found += [False] * (len(ask.keys) - len(found))
         return Answer(generation, found, self._clock() - started)
 
-    def _poll(self, poll: Poll) -> Answer | None:
+    def _poll(self, poll: Poll) -> PollAnswer | None:
         """Return the answer; None if there is none."""
         started = self._clock()
         if self._breaker.silent or self._tier.closed:
@@ -149,16 +157,32 @@ class AskingThread(StoreThread):
             self._store.connect()
             began = self._clock()
             until = began + self._tier.ask_deadline_s + ASK_PATIENCE_S
-
-            def generation(ours: int) -> tuple[int, list[bool]]:
-                return self._store.generation(poll.fingerprint, until), []
-
-            answer = Answer(*self._exchange(poll.fingerprint, generation, until), self._clock() - started)
+            ours = list(map(self._tier.generations.fleet, poll.fingerprints))
+            theirs = self._store.generations(poll.fingerprints, until)
+            if len(theirs) != (wanted := len(poll.fingerprints)):
+                raise StoreError("protocol", f"{wanted} generations were requested, but {len(theirs)} answered.")
+            seconds = self._clock() - started
+            each = zip(poll.fingerprints, ours, theirs, strict=True)
+            agreed = [self._agreed(*one, until) for one in each]
         except Exception as error:
             self._fail(error, "ask")
             return None
         self._record_success(self._clock() - began > self._tier.ask_deadline_s)
-        return answer
+        return PollAnswer(agreed, seconds)
+
+    def _agreed(self, fingerprint: bytes, ours: int, theirs: int | StoreError, deadline: float) -> int | None:
+        """Return the higher of this node's and the store's generation of a namespace, which the store gets if it has a
+        lower one; None, and count a failure, if the store has no valid one."""
+        try:
+            if isinstance(theirs, StoreError):
+                raise theirs
+            checked(theirs, fingerprint)
+        except StoreError as error:
+            self._fail(error, "ask")
+            return None
+        if theirs < ours:
+            self._give_back(fingerprint, theirs, ours, deadline)
+        return max(theirs, ours)
 
     def _record_success(self, is_slow: bool) -> None:
         """Record an answer. Detecting that one of several servers is down takes time, but does not slow the others."""

@@ -83,7 +83,9 @@ AT_ONCE = 64
 """Messages of one socket that are read before the others have their turn."""
 LEASE_S, MAX_LENT = 10.0, 65_536
 """Time for which what was lent keeps the pauses short, unless it is returned, and limit of such requests."""
-HEARTBEAT_MS, LOST_MS = 1000, 4000
+HEARTBEAT_MS, LOST_MS = 3000, 4000
+"""Interval at which the end that connected asks the other one for a sign of life, and time without one after which
+either end takes the connection for lost."""
 HANDSHAKE_FAILED = (
     zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 )
@@ -236,8 +238,6 @@ class Helper:
         made.setsockopt(zmq.RCVHWM, AT_ONCE)
         made.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
         made.setsockopt(zmq.IPV6, 1)
-        made.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
-        made.setsockopt(zmq.HEARTBEAT_TIMEOUT, LOST_MS)
         made.curve_publickey, made.curve_secretkey = self._keys
         return made
 
@@ -249,6 +249,9 @@ class Helper:
         dealer.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
         dealer.setsockopt(zmq.RECONNECT_IVL_MAX, MAX_RECONNECT_MS)
         dealer.setsockopt(zmq.CONNECT_TIMEOUT, LOST_MS)
+        dealer.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
+        dealer.setsockopt(zmq.HEARTBEAT_TIMEOUT, LOST_MS)
+        dealer.setsockopt(zmq.HEARTBEAT_TTL, HEARTBEAT_MS + LOST_MS)  # of the other end
         link = Link(dealer)
         dealer.connect(f"tcp://{peer}")
         self._links_to[number] = link
@@ -257,7 +260,7 @@ class Helper:
         return dealer
 
     def _replace(self, number: int, address: str) -> None:
-        """Give a peer's number to another one."""
+        """Give a peer's number to another one, or to none."""
         if (before := self._peers[number]) is not None:
             self._poller.unregister(before)
             self._poller.unregister(self._links_to.pop(number).events)
@@ -269,6 +272,8 @@ class Helper:
             self._nixl.remove_remote_agent(agent.name)
         self._settings.peers[number] = address
         self._peers[number] = None
+        if not address:
+            return
         with suppress(zmq.ZMQError):
             self._peers[number] = self._connect(number, address, waits=True)
 

@@ -60,7 +60,11 @@ MAX_MESSAGE_BYTES = 192 * 1024
 """Limit of a message between helper and daemon, and between two helpers: what a Unix socket takes at once."""
 MAX_KEYS = 2048
 """Keys of one message, of up to 64 bytes."""
+MAX_FOLLOWED = 1024
+"""Namespaces of one ``Follow`` besides the first."""
 GENERATION_BYTES = 8
+FOLLOWED_BYTES = GENERATION_BYTES + 1
+"""Reply to a ``Follow``, for each namespace."""
 MAX_BLOCKS, MAX_SHARDS = 1024, 4096
 """Blocks, and shards of them, that are lent at once."""
 START_S = 10.0
@@ -105,10 +109,16 @@ class HelperSettings(msgspec.Struct, array_like=True, frozen=True):
 class Follow(msgspec.Struct, array_like=True, frozen=True):
     """Tells a namespace's generation, which the peer follows if it is higher, or 0. The reply is the peer's, of
     ``GENERATION_BYTES``, little-endian, and a byte: 1 if the peer has dropped all earlier blocks, and its next daemon
-    would know that, else 0."""
+    would know that, else 0.
+
+    Attributes:
+        others: fingerprints of further namespaces whose generations are asked for, up to ``MAX_FOLLOWED``. The reply
+            has the same of each. A peer of an earlier build ignores them: its reply is of the first namespace alone.
+    """
 
     fingerprint: bytes
     generation: int
+    others: bytes = b""
 
 
 class Find(msgspec.Struct, array_like=True, frozen=True):
@@ -282,7 +292,10 @@ class PeerHelper:
             return peer in self._reads.values()
 
     def connect(self, peer: int, address: str) -> bool:
-        """Give a peer's number to another one, while nothing is being read of it; False if the helper has no time."""
+        """Give a peer's number to another one, or to none, while nothing is being read of it.
+
+        Return False if the helper has no time.
+        """
         with self._lock:
             before, self._settings.peers[peer] = self._settings.peers[peer], address
             starts = self._channel is None
@@ -516,7 +529,16 @@ class PeerStore(Store):
         return self._helper.call(kind, self._number, msgspec.msgpack.encode(message), deadline)
 
     def generation(self, fingerprint: bytes, deadline: float) -> int:
-        return self._follow(fingerprint, 0, deadline)[0]
+        return self._follow(fingerprint, 0, deadline)[0][0]
+
+    def generations(self, fingerprints: Sequence[bytes], deadline: float) -> list[int | StoreError]:
+        found = list[int | StoreError]()
+        while len(found) < len(fingerprints):
+            first, *others = fingerprints[len(found) : len(found) + 1 + MAX_FOLLOWED]
+            found += [number for number, _ in self._follow(first, 0, deadline, others)]
+            if others and len(found) == 1:  # an earlier build
+                return [*found, *super().generations(fingerprints[1:], deadline)]
+        return found
 
     def ask(self, group: BlockGroup, keys: Sequence[bytes], deadline: float, *, prefix: bool) -> tuple[int, list[bool]]:
         _, reply = self._call(FIND, _find_of(group, keys), deadline)
@@ -582,7 +604,7 @@ class PeerStore(Store):
         """A peer's blocks are its own."""
 
     def raise_generation(self, fingerprint: bytes, seen: int, generation: int, deadline: float) -> int:
-        raised, is_kept = self._follow(fingerprint, generation, deadline)
+        raised, is_kept = self._follow(fingerprint, generation, deadline)[0]
         if raised < generation:
             raise StoreError("busy", "The peer has too many resets to follow; it lends nothing of this namespace yet.")
         if not is_kept:
@@ -590,12 +612,20 @@ class PeerStore(Store):
             raise StoreError(UNKEPT, why)
         return raised
 
-    def _follow(self, fingerprint: bytes, generation: int, deadline: float) -> tuple[int, bool]:
-        """Tell the peer a generation. Return the peer's, and whether it is kept: see ``Follow``."""
-        _, reply = self._call(FOLLOW, Follow(fingerprint, generation), deadline)
-        if len(reply) != GENERATION_BYTES + 1:
-            raise StoreError("protocol", f"The answer about a generation has {len(reply)} bytes.")
-        return int.from_bytes(reply[:GENERATION_BYTES], "little"), reply[GENERATION_BYTES] == 1
+    def _follow(
+        self, fingerprint: bytes, generation: int, deadline: float, others: Sequence[bytes] = ()
+    ) -> list[tuple[int, bool]]:
+        """Tell the peer a generation, and ask for others'. Return the peer's, and whether each is kept: see ``Follow``.
+
+        Of a peer of an earlier build the first one alone.
+        """
+        _, reply = self._call(FOLLOW, Follow(fingerprint, generation, b"".join(others)), deadline)
+        if len(reply) not in (FOLLOWED_BYTES, FOLLOWED_BYTES * (1 + len(others))):
+            raise StoreError("protocol", f"The answer about {1 + len(others)} generations has {len(reply)} bytes.")
+        return [
+            (int.from_bytes(reply[at : at + GENERATION_BYTES], "little"), reply[at + GENERATION_BYTES] == 1)
+            for at in range(0, len(reply), FOLLOWED_BYTES)
+        ]
 
     def close(self) -> None: ...
 

@@ -252,11 +252,29 @@ class RedisCluster(Store):
     def generation(self, fingerprint: bytes, deadline: float) -> int:
         return self._ask(fingerprint, [], deadline)[0]
 
+    def generations(self, fingerprints: Sequence[bytes], deadline: float) -> list[int | StoreError]:
+        try:
+            numbers, _ = self._ask_all([], deadline, [name for one in fingerprints for name in copies_of(one)])
+        except StoreError as error:
+            if error.kind != "generation":
+                raise
+            self.connect()
+            return super().generations(fingerprints, deadline)  # one of them has no number
+        found = list[int | StoreError]()
+        for fingerprint in fingerprints:
+            known = {name: numbers[name] for name in copies_of(fingerprint) if name in numbers}
+            found.append(self._highest(known, deadline) if len(known) >= NEEDED_COPIES else self._too_few())
+        return found
+
     def ask(self, group: BlockGroup, keys: Sequence[bytes], deadline: float, *, prefix: bool) -> tuple[int, list[bool]]:
         return self._ask(group.fingerprint, block_names(group, keys), deadline)
 
     def _ask(self, fingerprint: bytes, names: Sequence[bytes], deadline: float) -> tuple[int, list[bool]]:
         numbers, found = self._ask_all(names, deadline, copies_of(fingerprint))
+        return self._highest(numbers, deadline), found
+
+    def _highest(self, numbers: Mapping[bytes, int], deadline: float) -> int:
+        """Return the generation whose copies have these numbers, and raise those that lost it."""
         generation = max(numbers.values())
         if time.monotonic() >= self._raise_at:
             try:
@@ -265,7 +283,7 @@ class RedisCluster(Store):
                 if error.kind in LOST:
                     raise
                 self._raise_at = time.monotonic() + RAISE_PAUSE_S  # a node with write permission does it
-        return generation, found
+        return generation
 
     def touch(self, blocks: Sequence[Block], deadline: float) -> list[bool]:
         return self._ask_all([block_name(block.group, block.key) for block in blocks], deadline)[1]

@@ -129,6 +129,23 @@ class Redis(Store):
     def generation(self, fingerprint: bytes, deadline: float) -> int:
         return self.stored_generation(generation_name(fingerprint), deadline)
 
+    def generations(self, fingerprints: Sequence[bytes], deadline: float) -> list[int | StoreError]:
+        # A GET for each in one message: MGET is none of the commands that a restricted user of release 0.2 has.
+        names, found = list(map(generation_name, fingerprints)), list[int | StoreError]()
+        while len(found) < len(names):
+            self.connect()  # a value that is no number has closed the connection
+            asked = names[len(found) :]
+            self.send_questions([], deadline, asked)
+            for name in asked:
+                try:
+                    found.append(self.generation_answer(name, deadline))
+                except StoreError as error:
+                    if error.kind != "generation":
+                        raise
+                    found.append(error)
+                    break
+        return found
+
     def stored_generation(self, name: bytes, deadline: float) -> int:
         """Return the generation of this name."""
         self.send_questions([], deadline, [name])

@@ -41,6 +41,10 @@ REQUEST_S = 30.0
 GENERATION_S = 5.0
 """Time for which a generation is cached: a fleet-wide reset takes effect within it."""
 MAX_GENERATIONS = 1024
+LISTED_FROM = 13
+"""Namespaces from which on their generations are listed in one request: AWS charges a LIST as 12.5 GETs."""
+MAX_LISTED = 1000
+"""Generations that are listed, what one answer has; further ones are asked for."""
 MAX_VALUE_BYTES = 20
 """Size of a stored generation, a number of up to 18 digits."""
 RECEIVE_BYTES = 64 << 10
@@ -148,6 +152,8 @@ class S3(Store):
         self._loop: asyncio.AbstractEventLoop | None = None
         self._task: asyncio.Task[Any] | None = None
         self._generations: dict[bytes, tuple[int, float]] = {}
+        self._tags: dict[bytes, tuple[str, int]] = {}
+        """ETags of the generations' objects that were read last, and their numbers."""
         self._came_at = 0.0
         """Time when a part of an object last came, or the wait began."""
         self._retry_until = self._answer_until = 0.0
@@ -181,6 +187,45 @@ class S3(Store):
 
     def generation(self, fingerprint: bytes, deadline: float) -> int:
         return self._run(self._generation(generation_name(fingerprint)), deadline)
+
+    def generations(self, fingerprints: Sequence[bytes], deadline: float) -> list[int | StoreError]:
+        return self._run(self._numbers(list(map(generation_name, fingerprints))), deadline)
+
+    async def _numbers(self, names: Sequence[bytes]) -> list[int | StoreError]:
+        if len(names) >= LISTED_FROM:
+            await self._list_generations(names)
+        unanswered = StoreError("timeout", f"{self._bucket.name} did not answer about a generation in time.")
+        found = list[int | StoreError]()
+        for at in range(0, len(names), REQUESTS_AT_ONCE):
+            asked = [self._number(name) for name in names[at : at + REQUESTS_AT_ONCE]]
+            found += await self._all(asked, unanswered=unanswered)
+        return found
+
+    async def _number(self, name: bytes) -> int | StoreError:
+        """Return a generation; the error where its object has none."""
+        try:
+            return await self._generation(name)
+        except StoreError as error:
+            if error.kind != "generation":
+                raise
+            return error
+
+    async def _list_generations(self, names: Sequence[bytes]) -> None:
+        """Learn which of these generations are as they were when they were read last, or do not exist."""
+        place = self._path(names[0]).rsplit("/", 2)[0]
+        listed = await self._request(lambda: self._first_listed(place))
+        now = time.monotonic()
+        for name in names:
+            tag, number = self._tags.get(name, ("", 0))
+            found = listed.get(_place_of(name.decode()))
+            if (found is None and len(listed) < MAX_LISTED) or (found and found == tag):
+                self._remember(name, number if found else 0, now)
+
+    async def _first_listed(self, place: str) -> dict[str, str]:
+        """Return the ETags of the first objects below a path, by the last parts of their names."""
+        async for part in obstore.list(self._bucket.client, place, chunk_size=MAX_LISTED):
+            return {_place_of(one["path"]): _tag_of(one) for one in part}
+        return {}
 
     def ask(self, group: BlockGroup, keys: Sequence[bytes], deadline: float, *, prefix: bool) -> tuple[int, list[bool]]:
         return self._run(self._ask(generation_name(group.fingerprint), block_names(group, keys), prefix), deadline)
@@ -288,22 +333,29 @@ class S3(Store):
         known, at = self._generations.get(name, (0, 0.0))
         if at and time.monotonic() - at < GENERATION_S:
             return known
-        number = decode_generation(await self._value(name), f"The object {self._path(name)}")
-        if len(self._generations) >= MAX_GENERATIONS:
-            self._generations.clear()
-        self._generations[name] = number, time.monotonic()
+        value, tag = await self._value(name)
+        number = decode_generation(value, f"The object {self._path(name)}")
+        if len(self._tags) >= MAX_GENERATIONS:
+            self._tags.clear()
+        self._tags[name] = tag, number
+        self._remember(name, number, time.monotonic())
         return number
 
-    async def _value(self, name: bytes) -> bytes:
-        """Return the first bytes of a small object; empty if there is none."""
+    def _remember(self, name: bytes, number: int, at: float) -> None:
+        if len(self._generations) >= MAX_GENERATIONS:
+            self._generations.clear()
+        self._generations[name] = number, at
+
+    async def _value(self, name: bytes) -> tuple[bytes, str]:
+        """Return the first bytes of a small object, and its ETag; both empty if there is none."""
         try:
             answer = await self._request(lambda: obstore.get_async(self._bucket.client, self._path(name)))
             value = bytearray(min(answer.meta["size"], MAX_VALUE_BYTES))
-            return bytes(value) if await self._receive(answer, [value]) else b"?"
+            return bytes(value) if await self._receive(answer, [value]) else b"?", _tag_of(answer.meta)
         except FileNotFoundError as error:
             if "NoSuchBucket" in str(error):
                 raise
-            return b""
+            return b"", ""
 
     async def _receive(self, answer: obstore.GetResult, into: Sequence[bytearray | memoryview]) -> bool:
         """Receive exactly as many bytes as ``into`` takes; return False if the answer has more or fewer.
@@ -391,15 +443,15 @@ class S3(Store):
         try:
             if tasks:
                 await asyncio.wait(tasks, timeout=max(0.0, self._answer_until - time.monotonic()))
-            ended = [task.exception() or task.result() if task.done() else TimeoutError() for task in tasks]
+            failed = [task.exception() if task.done() else TimeoutError() for task in tasks]
         finally:
             for task in tasks:
                 task.cancel()
-        errors = [one for one in ended if isinstance(one, BaseException)]
+        errors = [error for error in failed if error is not None]
         is_alone = [self._error(error).kind in UNANSWERED for error in errors]
-        if errors and (len(errors) == len(ended) or not all(is_alone)):
+        if errors and (len(errors) == len(tasks) or not all(is_alone)):
             raise errors[is_alone.index(False) if False in is_alone else 0]
-        return [unanswered if isinstance(one, BaseException) else one for one in ended]
+        return [task.result() if error is None else unanswered for task, error in zip(tasks, failed, strict=True)]
 
     def _run(self, work: Awaitable[T], deadline: float) -> T:
         assert self._loop is not None
@@ -450,6 +502,16 @@ class S3(Store):
         hint = " If it has no TLS, name its endpoint http://." if "InvalidContentType" in text else ""
         why = f"{name} cannot be reached: {_first_line(error)}{cause}.{hint}"
         return StoreError("unreachable", why, final="Connect" in text)
+
+
+def _place_of(path: str) -> str:
+    """Return the namespace's part of a generation's path, however the server wrote what is before it."""
+    return "/".join(path.rsplit("/", 2)[1:])
+
+
+def _tag_of(meta: obstore.ObjectMeta) -> str:
+    """Return an object's ETag; empty for none, as of a server that has no hashes."""
+    return (meta["e_tag"] or "").strip('"')
 
 
 def _first_line(error: BaseException) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import compress
@@ -16,7 +16,18 @@ from kvoffd.pool.slot_table import MAX_KEY_BYTES
 from kvoffd.system.newest import put_newest
 from kvoffd.system.threads import Workers
 from kvoffd.tiers.answers import HIDDEN_S, NO_S, UNKNOWN, Answers
-from kvoffd.tiers.asking_thread import Answer, Ask, AskingThread, Look, Poll, Probe, Question, Raise, Unfollowed
+from kvoffd.tiers.asking_thread import (
+    Answer,
+    Ask,
+    AskingThread,
+    Look,
+    Poll,
+    PollAnswer,
+    Probe,
+    Question,
+    Raise,
+    Unfollowed,
+)
 from kvoffd.tiers.block_threads import (
     BlockThread,
     ObjectRead,
@@ -61,6 +72,8 @@ MAX_REMOVALS, REMOVED_AT_ONCE = 16, 1000
 """Tasks that may wait beyond ``MAX_WRITES`` before removals are dropped, and objects of one removal."""
 MAX_NAMESPACES = 65_536
 """Limit of the namespaces whose last poll for a reset is remembered."""
+POLLED_AT_ONCE = 1024
+"""Namespaces of one poll."""
 MAX_OBJECT_BYTES = 500 * 2**20
 """Limit of a block: Redis accepts values of 512 MiB."""
 READERS = 2
@@ -81,7 +94,7 @@ class SharedTier(Tier):
     Objects of a namespace have its fleet generation, which differs from that of the block group.
 
     Args:
-        name: the URL, without a password, for operators; empty for a place of a network that no peer has yet.
+        name: the URL, without a password, for operators; empty for a place that no peer has.
         open_store: makes a connection, for one thread.
         pool: the pool's memory.
         clock: ``time.monotonic``, by which the threads measure deadlines too.
@@ -142,6 +155,7 @@ class SharedTier(Tier):
         """Start without knowledge of the store of this name."""
         self.name, self.counters = name, TierStats()
         self.health = StoreHealth(self.breaker, self.counters, len(self._pool), self._clock)
+        self.found_at = -inf
         self._unanswered = False
         """Whether the last question about keys was not answered."""
         self._polled_at: dict[bytes, float] = {}
@@ -158,7 +172,7 @@ class SharedTier(Tier):
     @property
     def idle(self) -> bool:
         """Whether nothing is being asked, read or written, and all ends were handled."""
-        return not any(one.unfinished for one in (self._asking, self._reading, self._writing))
+        return not (self._unfollowed or any(one.unfinished for one in (self._asking, self._reading, self._writing)))
 
     def _next_question(self, waiting: deque[Question]) -> list[Question]:
         """Take polls and other questions in turn, so that neither delays the other."""
@@ -172,7 +186,7 @@ class SharedTier(Tier):
     # --- answers of the store --------------------------------------------------------------------
 
     def find(self, group: BlockGroup, keys: Sequence[bytes], *, prefix: bool) -> Found:
-        if self.breaker.open or self.closed:
+        if not self.available():
             return Found(bytes(len(keys)))
         question: Ask | None = None
         states = self._answers.states(group.tag, keys)
@@ -256,7 +270,7 @@ class SharedTier(Tier):
     # --- state and maintenance -------------------------------------------------------------------
 
     def available(self) -> bool:
-        return not self.breaker.open and not self.closed
+        return bool(self.name) and not self.breaker.open and not self.closed
 
     def takes(self, group: BlockGroup, key: bytes) -> bool:
         # Blocks of a namespace that was reset on all nodes belong to the earlier generation until they are dropped.
@@ -291,7 +305,7 @@ class SharedTier(Tier):
         self._unfollowed.clear()
         if self.breaker.open:
             self._reading.end((Result.FAILED, None))
-        if self.health.update_steady() and not self.only_named:
+        if self.health.update_steady() and not self.may_be_away:
             logger.info("%s is reachable.", self.name)
         self._put_due_questions()
         if self._store.servers is not None:
@@ -344,13 +358,31 @@ class SharedTier(Tier):
             request.ended, request.problem = True, self.health.problem or f"{self.name} has not been reached yet."
         return request
 
-    def poll(self, fingerprint: bytes) -> None:
-        """Check whether a namespace's blocks were voided for all nodes, unless that was done recently."""
+    def poll(self, fingerprints: Iterable[bytes]) -> None:
+        """Check whether namespaces' blocks were voided for all nodes, unless that was done recently. Once that is due
+        for one of them, one question is about all."""
+        if not self.name or self.breaker.silent or self.closed:
+            return
         now = self._clock()
-        is_due = now >= self._polled_at.get(fingerprint, -inf) + self._store.poll_s
-        if is_due and not (self.breaker.silent or self.closed):
-            put_newest(self._polled_at, fingerprint, inf, MAX_NAMESPACES)  # until the answer
-            self._asking.put(Poll(fingerprint, now + RAISE_S))
+        polled = [(one, at) for one in fingerprints if (at := self._polled_at.get(one, -inf)) < inf]
+        if not any(now >= at + self._store.poll_s for _, at in polled):
+            return
+        self._put_polls([one for one, _ in polled])
+
+    def _put_polls(self, fingerprints: Sequence[bytes]) -> None:
+        for first in range(0, len(fingerprints), POLLED_AT_ONCE):
+            asked = fingerprints[first : first + POLLED_AT_ONCE]
+            for one in asked:
+                put_newest(self._polled_at, one, inf, MAX_NAMESPACES)  # until the answer
+            self._asking.put(Poll(asked, self._clock() + RAISE_S))
+
+    def tell(self, fingerprints: Iterable[bytes]) -> None:
+        """Have a peer hear of the generations that namespaces have here now.
+
+        A store hears of them from the node that cleared: all nodes at once would raise them several times.
+        """
+        if self._store.follows and self.name and not (self.breaker.silent or self.closed):
+            self._put_polls(list(fingerprints))
 
     def answered_about(self, fingerprint: bytes) -> float:
         """Return the time of the store's last answer about a namespace; -inf without one."""
@@ -372,10 +404,7 @@ class SharedTier(Tier):
         elif isinstance(question, Ask):
             self._ask_ended(question, result if isinstance(result, Answer) else None)
         elif isinstance(question, Poll):
-            if question.fingerprint in self._polled_at:
-                self._polled_at[question.fingerprint] = self._clock()
-            if isinstance(result, Answer):
-                self._record_answer(question.fingerprint, result)
+            self._poll_ended(question, result if isinstance(result, PollAnswer) else None)
         elif isinstance(result, int):
             self._record_generation(question.fingerprint, result)
             question.ended, question.problem = True, ""
@@ -385,11 +414,22 @@ class SharedTier(Tier):
             if not question.ended:
                 self._unfollowed.append(question)
 
-    def _record_answer(self, fingerprint: bytes, answer: Answer) -> None:
-        """Record an answer's generation and duration."""
-        earlier = self.counters.ask_seconds or answer.seconds
-        self.counters.ask_seconds = OLD_WEIGHT * earlier + (1 - OLD_WEIGHT) * answer.seconds
-        self._record_generation(fingerprint, answer.generation)
+    def _poll_ended(self, poll: Poll, answer: PollAnswer | None) -> None:
+        now = self._clock()
+        self._polled_at.update((one, now) for one in poll.fingerprints if one in self._polled_at)
+        if answer is not None:
+            self._record_duration(answer.seconds)
+            for fingerprint, generation in zip(poll.fingerprints, answer.generations, strict=True):
+                if generation is not None:
+                    self._record_answer(fingerprint, generation)
+
+    def _record_duration(self, seconds: float) -> None:
+        earlier = self.counters.ask_seconds or seconds
+        self.counters.ask_seconds = OLD_WEIGHT * earlier + (1 - OLD_WEIGHT) * seconds
+
+    def _record_answer(self, fingerprint: bytes, generation: int) -> None:
+        """Record that the store has answered about a namespace, and its generation there."""
+        self._record_generation(fingerprint, generation)
         put_newest(self._answered_about, fingerprint, self._clock(), MAX_NAMESPACES)
 
     def _ask_ended(self, ask: Ask, answer: Answer | None) -> None:
@@ -398,10 +438,13 @@ class SharedTier(Tier):
         if answer is None:
             self.counters.unanswered_keys += len(ask.keys)
         else:
-            self._record_answer(fingerprint, answer)
+            self._record_duration(answer.seconds)
+            self._record_answer(fingerprint, answer.generation)
             if answer.generation == self.generations.fleet(fingerprint):  # else the blocks are void by now
                 found = answer.found
-                self.counters.found_keys += sum(found)
+                if count := sum(found):
+                    self.counters.found_keys += count
+                    self.found_at = self._clock()
         self._unanswered = answer is None
         self._answers.record(ask.group.tag, ask.keys, found)
         if ask.prefix and False in found:
@@ -457,7 +500,7 @@ class SharedTier(Tier):
     def failed(self, error: StoreError, *, refuses_writes: bool) -> None:
         """Record a failure, and report it. ``refuses_writes``: the server answers, but refuses a write."""
         self.health.failed(error, refuses_writes=refuses_writes)
-        if self.only_named:
+        if self.may_be_away:
             self.counters.errors[error.kind] += 1
         else:
             self._error(error.kind, error.sentence)

@@ -191,6 +191,20 @@ class Store(ABC):
     def generation(self, fingerprint: bytes, deadline: float) -> int:
         """Return the generation of a namespace; 0 for none."""
 
+    def generations(self, fingerprints: Sequence[bytes], deadline: float) -> list[int | StoreError]:
+        """Return the generation of each namespace, asked for in as few messages as the store allows; the error instead
+        where it concerns one namespace alone."""
+        found = list[int | StoreError]()
+        for fingerprint in fingerprints:
+            try:
+                found.append(self.generation(fingerprint, deadline))
+            except StoreError as error:
+                if error.kind != "generation":
+                    raise
+                found.append(error)
+                self.connect()
+        return found
+
     @abstractmethod
     def ask(self, group: BlockGroup, keys: Sequence[bytes], deadline: float, *, prefix: bool) -> tuple[int, list[bool]]:
         """Return the generation of the group's namespace, and whether each key has a block of the group's generation.

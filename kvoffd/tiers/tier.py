@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from math import inf
 from typing import NamedTuple, Protocol, TypeAlias
 
 from kvoffd.tiers.header import Block, BlockGroup
@@ -106,11 +107,13 @@ class Tier(ABC):
     A failure is a miss, and is reported to the listener. Device errors are never raised here.
 
     Attributes:
-        only_named: whether it is asked only for requests that name it, as a peer of a network. That such a peer is away
-            is no error.
+        only_named: whether it is asked only for requests that name it, as a peer of a network.
+        may_be_away: whether it is no error that it is away, as one of many nodes behind a name.
+        found_at: time of its last answer that it has a key; -inf for none.
     """
 
-    only_named = False
+    only_named = may_be_away = False
+    found_at = -inf
 
     def __init__(self, name: str, listener: TierListener) -> None:
         self.name, self._listener, self.counters = name, listener, TierStats()

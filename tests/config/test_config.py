@@ -5,11 +5,24 @@ from __future__ import annotations
 import dataclasses
 import re
 import tomllib
+from ipaddress import ip_network
 from pathlib import Path
 
 import pytest
 
-from kvoffd.config import SETTINGS, Config, ConfigError, DiskSize, ServerLimits, load_config, parse_address
+from kvoffd.config import (
+    PEER_PLACES,
+    SETTINGS,
+    Config,
+    ConfigError,
+    DiskSize,
+    Peer,
+    ServerLimits,
+    load_config,
+    parse_address,
+    parse_peer,
+    peer_places,
+)
 from kvoffd.memory_estimate import memory_estimate, memory_shortage, memory_summary
 from kvoffd.system.limits import MemoryLimit
 from kvoffd.tiering.promotions import FILL_BYTES, MAX_QUEUED
@@ -85,6 +98,18 @@ def test_the_memory_that_is_needed_and_a_shortage_of_it_are_told_with_numbers() 
     )
     with_disk = Config(pool_bytes=64 << 30, disk=(DiskSize("/mnt", 10 << 40),))
     assert memory_shortage(with_disk, MemoryLimit(4 << 30, "")).endswith("a smaller disk: its index takes 0.2 % of it.")
+
+
+def test_peers_are_nodes_networks_and_names_of_many() -> None:
+    of = {text: parse_peer(text) for text in ("Node-b:7400", "[fd00::1]:1", "10.0.0.0/16:7400", "dns+engines.kv.:7400")}
+    assert [one.is_one for one in of.values()] == [True, True, False, False]
+    assert of["dns+engines.kv.:7400"] == Peer("dns+engines.kv.:7400", "engines.kv.", 7400, is_list=True)
+    assert of["10.0.0.0/16:7400"].host == ip_network("10.0.0.0/16")
+    assert peer_places(["a:1", "b:1"]) == ["a:1", "b:1"]
+    for many in (["10.0.0.0/16:1"], ["dns+a:1"], ["dns+a:1", "10.0.0.0/16:1", "dns+b:1"]):
+        assert peer_places(["a:1", *many]) == ["a:1", *[""] * PEER_PLACES], "they share these"
+    for wrong in ("dns+", "dns+a", "dns+:7400", "dns+a b:7400"):
+        assert "peers" in refusal({"peers": wrong})
 
 
 # --- deploy/kvoffd.toml ----------------------------------------------------------------------------

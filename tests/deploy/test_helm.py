@@ -155,6 +155,7 @@ EVERYTHING: dict[str, Any] = {
     "values",
     [{"poolSize": size} for size in ("256MiB", "1.5 GiB", "20GB", "64Gi", "512mib", "1TiB")]
     + [{"poolSize": "4GiB", "disks": [{"path": "/d", "size": size}]} for size in ("1GiB", "500GiB", "7.5TB")]
+    + [{"peers": {"hosts": ["a:1", "dns+engines:7400"], "secret": "fleet"}}]
     + [{key: EVERYTHING[key] for key in some} for some in (["shared"], ["peers"], ["disks", "shared", "peers"])],
 )
 def test_memory_is_what_the_daemon_needs(values: dict[str, Any]) -> None:

@@ -132,6 +132,7 @@ def test_the_memory_formula_of_the_readme() -> None:
         ({"shared": ["redis://a", "s3://b"]}, 2 * store),
         ({"peers": ["a:1", "b:1"], **secret}, 2 * store + helper),
         ({"peers": ["a:1", "10.0.0.0/16:1"], **secret}, 9 * store + helper),
+        ({"peers": ["a:1", "10.0.0.0/16:1", "dns+engines:1"], **secret}, 9 * store + helper),
         ({"peer_listen": "*:1", **secret}, helper),
     ):
         needed_mib = (sum(memory_estimate(load_config(settings, {})).values()) - plain) / MIB

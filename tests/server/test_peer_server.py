@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import cast
+
 import msgspec
 import numpy as np
 import pytest
@@ -16,10 +19,13 @@ from kvoffd.tiers.peers import (
     GENERATION_BYTES,
     LENT,
     MAX_BLOCKS,
+    MAX_FOLLOWED,
     PIN,
     RELEASE,
     Find,
     Follow,
+    PeerHelper,
+    PeerStore,
     Pin,
     Pinned,
 )
@@ -239,7 +245,44 @@ def test_what_is_no_request_has_an_answer_without_anything(payload: bytes, kind:
     assert (rig.server.leases, rig.server.refused, rig.generations.voided) == (0, 1, set())
 
 
-@pytest.mark.parametrize("payload", [b"", b"\xff" * 50, msgspec.msgpack.encode(Follow(b"a" * 9999, 7))])
+@pytest.mark.parametrize("earlier_build", [False, True])
+def test_a_peer_is_asked_about_all_namespaces_in_one_message(earlier_build: bool) -> None:
+    """One of an earlier build answers about the first alone, and is asked about the others one by one."""
+    rig, asked = Rig(), list[Follow]()
+    every = [number.to_bytes(32, "big") for number in range(10)]
+    for number, fingerprint in enumerate(every):
+        rig.generations.hear(fingerprint, number)
+
+    def call(kind: int, peer: int, payload: bytes, deadline: float) -> tuple[int, bytes]:
+        asked.append(follow := msgspec.msgpack.decode(payload, type=Follow))
+        if earlier_build:
+            payload = msgspec.msgpack.encode([follow.fingerprint, follow.generation])
+        answer = rig.server.answer(ROUTE, 1, kind, payload)
+        assert answer is not None
+        return 1, answer
+
+    store = PeerStore(cast(PeerHelper, SimpleNamespace(call=call, check=lambda: None)), 0)
+    assert store.generations(every, 1.0) == list(range(10))
+    assert len(asked) == (10 if earlier_build else 1)
+    assert store.generations(every[3:4], 1.0) == [3]
+    assert store.generations([], 1.0) == []
+    many = [number.to_bytes(32, "big") for number in range(2 * MAX_FOLLOWED)]
+    asked.clear()
+    if not earlier_build:
+        assert store.generations(many, 1.0) == [*range(10), *[0] * (len(many) - 10)]
+        assert len(asked) == 2
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        b"",
+        b"\xff" * 50,
+        msgspec.msgpack.encode(Follow(b"a" * 9999, 7)),
+        msgspec.msgpack.encode(Follow(ONE, 7, b"a" * 33)),
+        msgspec.msgpack.encode(Follow(ONE, 7, bytes(32 * (MAX_FOLLOWED + 1)))),
+    ],
+)
 def test_what_tells_no_generation_is_not_followed(payload: bytes) -> None:
     rig = Rig()
     assert rig.server.answer(ROUTE, 1, FOLLOW, payload) == b""

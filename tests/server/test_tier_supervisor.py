@@ -15,8 +15,9 @@ import pytest
 
 from kvoffd.config import Config, DiskSize
 from kvoffd.pool.pool import Pool
+from kvoffd.server.peer_places import PeerPlaces
 from kvoffd.server.persistence import State, StateFile
-from kvoffd.server.tier_supervisor import NamedPeer, TierSupervisor, make_tiering
+from kvoffd.server.tier_supervisor import TierSupervisor, make_tiering
 from kvoffd.tiering import TieringSettings, WriteMode
 from kvoffd.tiers.disk import DiskTier
 from kvoffd.tiers.header import make_block_group
@@ -200,11 +201,16 @@ def test_errors_of_a_disk_are_a_problem_for_an_hour(rig: TiersRig) -> None:
         ("FD00::2", "peer://[fd00::2]:7400"),
         ("fd00::2%!", ""),
         ("10.0.0.1", ""),
+        ("10.0.0.2", "peer://10.0.0.2:7500"),
     ],
 )
 def test_a_peer_is_found_by_its_host_however_it_is_written(host: str, peer: str) -> None:
-    configured = SimpleNamespace(_peers=[("node-b", "Node-B:7400"), ("fd00::1", "[fd00::1]:7400")], networks={})
-    configured.networks, configured._give_place = {"[fd00::/8]:7400": (ip_network("fd00::/8"), 7400)}, str
+    configured = SimpleNamespace(_peers=[("node-b", "Node-B:7400"), ("fd00::1", "[fd00::1]:7400")])
+    configured.networks = {"[fd00::/8]:7400": (ip_network("fd00::/8"), 7400)}
+    listed = {"10.0.0.2": "10.0.0.2:7500"}
+    configured.peer_places = SimpleNamespace(
+        find=lambda host: listed.get(host, ""), give=lambda address, **_: f"peer://{address}"
+    )
     assert TierSupervisor.peer_at(cast(Any, configured), host) == peer
 
 
@@ -213,18 +219,14 @@ def test_a_place_knows_nothing_of_the_peer_that_had_it_before() -> None:
     quiet = TieringSettings(mode=WriteMode.NEVER)
     rig = TieringHarness(settings=quiet)
     tier = rig.share(quiet, "peer://slow:7400")
-    tier.only_named, tier.idle, tier.become = True, True, partial(setattr, tier, "name")  # type: ignore[attr-defined]
-    place = NamedPeer(0, cast(Any, tier), rig.tiering.sources[-1])
+    tier.idle, tier.become = True, partial(setattr, tier, "name")  # type: ignore[attr-defined]
+    replace = partial(rig.tiering.replace_source, settings=quiet)
+    places = PeerPlaces(MagicMock(reads=lambda number: False), [], replace, rig.clock)
+    places.add(0, cast(Any, tier), rig.tiering.sources[-1])
+    (place,) = places._places
     place.source.reads.speed.measured, place.source.failures["overdue"] = 1.0, 3
     place.source.promoted_blocks, rig.tiering._promoted_blocks._source_of[3] = 7, len(rig.tiering.sources)
-    made = SimpleNamespace(
-        _clock=rig.clock,
-        _named=[place],
-        tiering=rig.tiering,
-        peer_helper=MagicMock(reads=lambda number: False),
-        _settings=lambda mode: quiet,
-    )
-    assert TierSupervisor._give_place(cast(Any, made), "peer://fast:7400") == "peer://fast:7400"
+    assert places.give("fast:7400") == "peer://fast:7400"
     assert rig.tiering.sources[-1] is place.source
     assert (place.source.name, place.source.reads.speed.measured) == ("peer://fast:7400", 0.0)
     assert (place.source.failures, place.source.promoted_blocks) == ({}, 0)

@@ -158,7 +158,8 @@ class _Workers(SimWorkers):
         if isinstance(task, Look):  # this store has no bound, and would say nothing: recorded seeds stay as they are
             return
         if isinstance(task, Poll):
-            self._tier.before_ask(task.fingerprint, 0, ())  # type: ignore[union-attr]
+            for fingerprint in task.fingerprints:
+                self._tier.before_ask(fingerprint, 0, ())  # type: ignore[union-attr]
         if isinstance(task, Ask):
             self._tier.before_ask(task.group.fingerprint, task.group.group_index, task.keys)  # type: ignore[union-attr]
         super().put(task)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import permutations
 
 import pytest
 
@@ -10,9 +11,9 @@ from kvoffd.cache.asked_keys import PromptUse
 from kvoffd.cache.namespace import MissReason, Namespace
 from kvoffd.tiering import TieringSettings, WriteMode
 from kvoffd.tiering.promotions import READ_AGAIN_S, Promotions
-from kvoffd.tiering.tier_lookups import ANSWER_S, last_window
-from kvoffd.tiers.header import Block
-from kvoffd.tiers.tier import Result, TierStats
+from kvoffd.tiering.tier_lookups import ANSWER_S, PEERS_AT_ONCE, last_window
+from kvoffd.tiers.header import Block, BlockGroup
+from kvoffd.tiers.tier import Found, Result, TierStats
 from kvoffd_proto.messages import ABSENT, PENDING, READY, SHARED, WRITING, GroupSpec
 from tests.kit.fake_tier import FakeTier, checksum
 from tests.kit.slot_cache import UNIT, keys_of
@@ -248,6 +249,109 @@ def test_a_store_does_not_answer_for_another_one(rig: TieringHarness, shared: Fa
     assert (space.counters.found_shared, space.counters.misses.total()) == (1, 5)
 
 
+# --- peers, which are asked at once ----------------------------------------------------------------
+
+
+class Questions:
+    """Has a tier tell its questions apart, as ``SharedTier`` does: one for each ``find`` that asks for all its keys."""
+
+    def __init__(self, tier: FakeTier) -> None:
+        self.tier, self._find = tier, tier.find
+        self.asked: list[tuple[BlockGroup, list[bytes], object]] = []
+        tier.find = self.find  # type: ignore[method-assign]
+
+    def find(self, group: BlockGroup, keys: Sequence[bytes], *, prefix: bool) -> Found:
+        known = len(self.tier.known)
+        states = self._find(group, keys, prefix=prefix).states
+        if len(self.tier.known) - known != len(keys):
+            return Found(states)
+        self.tier.questions.clear()
+        self.asked.append((group, list(keys), question := object()))
+        return Found(states, question)
+
+    def answer(self) -> None:
+        for group, keys, question in self.asked:
+            found = [(group.tag, key) in self.tier.blocks for key in keys]
+            self.tier.known.update(((group.tag, key), there) for key, there in zip(keys, found, strict=True))
+            gap = found.index(False) if False in found else len(found)
+            found = [True] * gap + [False] * (len(found) - gap)
+            self.tier.listener.answered(self.tier, group, keys, found, question)
+        self.asked.clear()
+
+
+def share_peers(rig: TieringHarness, count: int) -> list[FakeTier]:
+    return [rig.share(QUIET, f"peer://node-{number}:7400") for number in range(count)]
+
+
+@pytest.mark.parametrize("tells", [False, True])
+def test_peers_are_asked_at_once_and_the_first_that_has_a_block_gives_it(rig: TieringHarness, tells: bool) -> None:
+    space, peers = rig.open(), share_peers(rig, PEERS_AT_ONCE)
+    answer = [Questions(peer).answer if tells else peer.answer for peer in peers]
+    give(rig, peers[1], space, 1, 2)
+    give(rig, peers[2], space, 1, 2, 3)
+    rig.cache.lookup(space, 1, 1, [(0, keys_of(1, 2, 3, 4))])
+    assert [peer.asked for peer in peers] == [split(keys_of(1, 2, 3, 4))] * len(peers)
+    counters = space.counters
+    answer[1]()
+    assert (counters.found_shared, counters.misses.total()) == (2, 0), "another one may have the others"
+    assert rig.states(space, keys_of(1, 2, 3, 4), again=True) == [SHARED] * 4
+    rig.tiering.pump()
+    assert {job.key for job in peers[1].jobs} == set(split(keys_of(1, 2))), "without waiting for the others"
+    peers[1].end_all()
+    assert rig.states(space, keys_of(1, 2, 3, 4), again=True) == [READY, READY, SHARED, SHARED]
+    answer[2]()
+    assert (counters.found_shared, counters.misses.total()) == (3, 0)
+    answer[0]()
+    answer[3]()
+    assert (counters.found_shared, +counters.misses) == (3, {MissReason.UNKNOWN: 1})
+    assert rig.states(space, keys_of(1, 2, 3, 4), again=True) == [READY, READY, SHARED, ABSENT]
+    rig.tiering.pump()
+    peers[2].end_all()
+    assert rig.states(space, keys_of(1, 2, 3, 4), again=True) == [READY] * 3 + [ABSENT]
+    assert pending_keys(space) == 0
+    rig.check()
+
+
+@pytest.mark.parametrize("order", list(permutations(range(3))))
+@pytest.mark.parametrize("tells", [False, True])
+def test_each_key_is_counted_once_in_whatever_order_peers_answer(
+    rig: TieringHarness, order: Sequence[int], tells: bool
+) -> None:
+    space, peers = rig.open(), share_peers(rig, 3)
+    answer = [Questions(peer).answer if tells else peer.answer for peer in peers]
+    give(rig, peers[0], space, 1)
+    give(rig, peers[1], space, 1, 2)
+    rig.cache.lookup(space, 999, 1, [(0, keys_of(1, 2, 3))], reported=True)
+    rig.cache.prompts.count(999, 1, PromptUse([0], [0], None))
+    for number in order:
+        answer[number]()
+    counted = space.counters.covered_keys + space.counters.misses.total()
+    assert (space.counters.found_shared, counted, space.counters.misses[MissReason.UNANSWERED]) == (2, 3, 3)
+
+
+def test_some_peers_are_asked_at_a_time_first_those_that_had_something_last(rig: TieringHarness) -> None:
+    space, peers = rig.open(), share_peers(rig, 2 * PEERS_AT_ONCE + 1)
+    last = peers[-1]
+    last.found_at = 2.0
+    peers[-2].found_at = 1.0
+    give(rig, last, space, 1)
+    rig.states(space, keys_of(1))
+    first = [last, *peers[-2:-1], *peers[: PEERS_AT_ONCE - 2]]
+    assert [peer for peer in peers if peer.asked] == sorted(first, key=peers.index)
+    for peer in first:
+        peer.answer()
+    assert rig.states(space, keys_of(1)) == [SHARED]
+    assert [peer for peer in peers if peer.asked] == sorted(first, key=peers.index), "one of these has it"
+    rig.states(space, keys_of(2))
+    for step in range(3):
+        asked = [peer for peer in peers if split(keys_of(2))[0] in peer.asked]
+        assert len(asked) == min(len(peers), (1 + step) * PEERS_AT_ONCE)
+        for peer in asked:
+            peer.answer()
+        answered = rig.states(space, keys_of(2))
+        assert answered == [SHARED if step < 2 else ABSENT]
+
+
 def test_behind_what_an_engine_is_storing_nothing_is_asked_for(rig: TieringHarness, shared: FakeTier) -> None:
     space = rig.open()
     rig.begin(space, 0, 0, keys_of(1))
@@ -455,7 +559,7 @@ def test_the_disk_with_room_and_least_to_do_is_written_to(rig: TieringHarness, m
 def test_of_several_peers_the_one_that_a_request_names_is_asked(rig: TieringHarness) -> None:
     store, one, other = (rig.share(QUIET, name) for name in ("redis://fake", "peer://a:1", "peer://b:1"))
     space = rig.open(sizes=(UNIT,))
-    for number, (peer, asked) in enumerate([("peer://b:1", (0, 1)), ("peer://c:1", (1, 0)), ("", (1, 0))]):
+    for number, (peer, asked) in enumerate([("peer://b:1", (0, 1)), ("peer://c:1", (1, 1)), ("", (1, 1))]):
         keys = keys_of(number)
         for at, tier in enumerate((store, one, other)):
             tier.asked.clear()

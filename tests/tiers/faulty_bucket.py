@@ -6,10 +6,12 @@ import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
+from hashlib import md5
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import chain
 from math import inf
 from random import Random
+from urllib.parse import parse_qs
 
 from tests.kit.closing import ServerThread
 
@@ -37,7 +39,7 @@ class FaultyBucket(ServerThread):
         late_paths: objects of which all requests wait until it is empty.
         refused: how many of each method were told to come more slowly.
         kept: the code with which each object stays that one request is to remove with others.
-        requests: how many of each method it was given.
+        requests: how many of each method it was given; those that list are LIST.
         authorization: by which the last was signed.
     """
 
@@ -69,7 +71,7 @@ class FaultyBucket(ServerThread):
                 if part:
                     self.send_header("Content-Range", part)
                 self.send_header("Content-Length", str(len(body)))
-                self.send_header("ETag", '"1"')
+                self.send_header("ETag", f'"{md5(body).hexdigest()}"')
                 self.send_header("Last-Modified", "Sat, 21 Nov 2026 12:00:00 GMT")
                 chunks = bucket.chunks if self.command == "GET" and status == 200 else None
                 if chunks is not None:
@@ -87,6 +89,17 @@ class FaultyBucket(ServerThread):
                     self.close_connection = True
                     return
                 self.wfile.write(body)
+
+            def answer_list(self, prefix: str) -> None:
+                entry = "<Contents><Key>{}</Key><LastModified>2026-11-21T12:00:00.000Z</LastModified>"
+                entry += '<ETag>"{}"</ETag><Size>{}</Size></Contents>'
+                listed = [
+                    entry.format(path.removeprefix("/bucket/"), md5(body).hexdigest(), len(body))
+                    for path, body in sorted(bucket.values.items())
+                    if path.startswith(f"/bucket/{prefix}")
+                ]
+                whole = "<IsTruncated>false</IsTruncated>"
+                self.answer(200, f"<ListBucketResult>{whole}{''.join(listed)}</ListBucketResult>".encode())
 
             def answer_object(self, body: bytes) -> None:
                 wanted = RANGE.fullmatch(self.headers.get("Range", ""))
@@ -106,7 +119,9 @@ class FaultyBucket(ServerThread):
 
             def serve(self) -> None:
                 body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-                bucket.requests[self.command] += 1
+                query = parse_qs(self.path.partition("?")[2])
+                lists = self.command == "GET" and "list-type" in query
+                bucket.requests["LIST" if lists else self.command] += 1
                 bucket.authorization = self.headers.get("Authorization", "")
                 time.sleep(bucket.delay_s)
                 path = self.path.partition("?")[0]
@@ -131,6 +146,8 @@ class FaultyBucket(ServerThread):
                         bucket.values.pop(f"{path.rstrip('/')}/{key.decode()}", None)
                     deleted = b"".join(b"<Deleted><Key>%s</Key></Deleted>" % key for key in gone)
                     self.answer(200, b"<DeleteResult>%s</DeleteResult>" % deleted)
+                elif lists:
+                    self.answer_list(query.get("prefix", [""])[0])
                 elif path not in bucket.values:
                     self.refuse(404, "NoSuchKey")
                 else:

@@ -105,6 +105,25 @@ class SharedConformance:
             other.until(lambda other=other: other.ask_anew(block) == [Answer.NO])
             assert other.take_voided() == {ONE}
 
+    def test_one_poll_hears_of_all_namespaces(self, node: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Also of one whose generation was heard before."""
+        ours, theirs, every = node(), node(), [bytes([number]) * 32 for number in range(20)]
+        monkeypatch.setattr(theirs.tier._store, "poll_s", 0.0)
+        for raised in (every[2:4], every[3:8]):
+            for fingerprint in raised:
+                assert not ours.raise_generation(fingerprint).problem
+            ours.take_voided()
+
+            def heard(raised: list[bytes] = raised) -> bool:
+                theirs.tier.poll(every)
+                return theirs.tier.generations.voided == set(raised)
+
+            theirs.until(heard)
+            assert theirs.take_voided() == set(raised)
+            fleets = [[rig.tier.generations.fleet(one) for one in every] for rig in (ours, theirs)]
+            assert fleets[0] == fleets[1]
+        assert all(theirs.tier.answered_about(fingerprint) > 0 for fingerprint in every)
+
     def test_nothing_is_written_twice(self, node: Nodes) -> None:
         ours, theirs = node(), node()
         block = ours.block(1)

@@ -350,9 +350,11 @@ def test_memory_of_namespaces_is_bounded(rig: SharedRig, monkeypatch: pytest.Mon
     monkeypatch.setattr("kvoffd.tiers.shared.MAX_NAMESPACES", 10)
     asked = [number.to_bytes(32, "big") for number in range(100)]
     for fingerprint in asked:
-        rig.tier.poll(fingerprint)
+        rig.tier.poll([fingerprint])
         block = rig.block(1, fingerprint=fingerprint)
         assert rig.ask(block) == [Answer.NO]
+    assert list(rig.tier._polled_at) == asked[-10:]
+    rig.tier.poll(asked)
     assert list(rig.tier._polled_at) == asked[-10:]
     assert not list(rig.tier.generations), "none was raised"
 
@@ -429,12 +431,12 @@ def test_a_store_that_only_fails_to_read_hears_of_a_clear_and_tells_of_one(
     raised = int(store.values[generation_name(ONE)])
     assert raised == rig.tier.generations.fleet(ONE) > 0
     store.values[generation_name(ONE)] = b"%d" % (raised + 1)
-    rig.tier.poll(ONE)
+    rig.tier.poll([ONE])
     rig.until(lambda: rig.tier.generations.fleet(ONE) == raised + 1)
     assert not rig.tier.available(), "nothing is read yet"
     store.delay_s = 600.0
     while not rig.tier.breaker.silent:
-        rig.tier.poll(ONE)
+        rig.tier.poll([ONE])
         rig.until(lambda: rig.tier._asking.unfinished == 0)
     assert rig.raise_generation(ONE).problem, "one that answers nothing is not waited for"
 
@@ -526,6 +528,55 @@ def test_a_generation_that_is_no_number_is_of_its_own_namespace_alone(
     store.forced_values.clear()
     rig.until(lambda: rig.ask_anew(block) == [Answer.YES])
     assert rig.load(block) is DONE
+
+
+@pytest.mark.parametrize("reply", [b"$1\r\nx\r\n", b"$600\r\n" + b"9" * 600 + b"\r\n", WRONG_TYPE])
+def test_one_poll_asks_about_all_namespaces_and_one_without_a_number_hides_no_other(
+    store: FaultyStore, rig: SharedRig, reply: bytes
+) -> None:
+    every = [number.to_bytes(32, "big") for number in range(30)]
+    store.values.update((generation_name(one), b"%d" % (1 + at)) for at, one in enumerate(every) if at % 2)
+    store.forced_values.update({generation_name(every[at]): reply for at in (3, 4, 29)})
+    asked = store.commands.get(b"GET", 0)
+    rig.tier.poll(every)
+    assert rig.tier._asking.unfinished <= 3, "one question besides those of the store's health"
+    rig.until(lambda: rig.tier.answered_about(every[28]) > 0)
+    right = [at for at in range(1, 30, 2) if at not in (3, 29)]
+    assert dict(rig.tier.generations) == {every[at]: 1 + at for at in right}
+    assert [at for at, one in enumerate(every) if rig.tier.answered_about(one) < 0] == [3, 4, 29]
+    assert (rig.kinds, rig.tier.available()) == ({"generation": 3}, True)
+    assert store.commands[b"GET"] - asked <= 3 * len(every), "the rest is asked for again after each"
+
+
+def test_all_namespaces_are_polled_together_once_one_is_due(store: FaultyStore, rig: SharedRig) -> None:
+    """However far apart they were opened: else each would be a question of its own for ever."""
+    now = time.monotonic()
+    rig.tier._polled_at.update({ONE: now - 2.0, OTHER: now - 1.0})
+    rig.tier.poll([ONE, OTHER])
+    assert (rig.tier._polled_at[ONE], rig.tier._polled_at[OTHER]) == (now - 2.0, now - 1.0)
+    rig.tier._polled_at[ONE] = now - Redis.poll_s
+    asked = store.commands.get(b"GET", 0)
+    rig.tier.poll([ONE, OTHER])
+    rig.until(lambda: min(map(rig.tier.answered_about, (ONE, OTHER))) > 0)
+    assert store.commands[b"GET"] - asked == 2
+    assert rig.tier._polled_at[ONE] == rig.tier._polled_at[OTHER] > now
+
+
+@pytest.mark.parametrize("follows", [True, False])
+def test_a_peer_is_told_at_once_of_a_clear_and_a_store_is_not(
+    store: FaultyStore, rig: SharedRig, monkeypatch: pytest.MonkeyPatch, follows: bool
+) -> None:
+    """All nodes that hear of it would raise the store's number at once, by what it lacked: far above the time."""
+    monkeypatch.setattr(Redis, "follows", follows)
+    rig.tier.poll([ONE])
+    rig.until(lambda: rig.tier.answered_about(ONE) > 0)
+    assert rig.tier.generations.hear(ONE, 7)
+    rig.tier.tell([ONE])
+    if follows:
+        rig.until(lambda: store.values.get(generation_name(ONE)) == b"7")
+    else:
+        rig.until(lambda: not rig.tier._asking.unfinished)
+        assert generation_name(ONE) not in store.values
 
 
 @pytest.mark.parametrize(("call", "which"), [("ask", 1), ("ask", 2), ("raise_generation", 1)])

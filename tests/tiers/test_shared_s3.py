@@ -206,6 +206,68 @@ def test_a_generation_that_another_node_raised_is_not_lowered(bucket: FaultyBuck
         store.close()
 
 
+def test_generations_of_many_namespaces_cost_one_request(bucket: FaultyBucket) -> None:
+    """And a GET for each that was raised since, whose number the list does not have."""
+    store, until = open_s3(bucket.url, Credentials("", ""))(), time.monotonic() + 30.0
+    store.connect()
+    every = [bytes([number]) * 32 for number in range(s3.LISTED_FROM)]
+    expected = [0] * len(every)
+
+    def requests(asked: list[bytes]) -> dict[str, int]:
+        store._generations.clear()  # as after ``GENERATION_S``
+        bucket.requests.clear()
+        assert store.generations(asked, until) == expected[: len(asked)]
+        return +bucket.requests
+
+    assert requests(every[:-1]) == {"GET": len(every) - 1}
+    assert requests(every) == {"LIST": 1}
+    for raised, number in ((3, b"7"), (12, b"8"), (3, b"9")):
+        bucket.values[f"/bucket/ge/{generation_name(every[raised]).decode()}"] = number
+        expected[raised] = int(number)
+        assert requests(every) == {"LIST": 1, "GET": 1}
+        assert requests(every) == {"LIST": 1}
+    store.close()
+
+
+def test_a_list_that_has_not_all_generations_hides_none(bucket: FaultyBucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(s3, "MAX_LISTED", 5)
+    store, until = open_s3(bucket.url, Credentials("", ""))(), time.monotonic() + 30.0
+    store.connect()
+    every = [bytes([number]) * 32 for number in range(20)]
+    for number, one in enumerate(every[:10]):
+        bucket.values[f"/bucket/ge/{generation_name(one).decode()}"] = b"%d" % (1 + number)
+    for _ in range(2):
+        store._generations.clear()
+        assert store.generations(every, until) == [*range(1, 11), *[0] * 10]
+    store.close()
+
+
+def test_a_generation_that_is_no_number_hides_no_other(bucket: FaultyBucket) -> None:
+    store, until = open_s3(bucket.url, Credentials("", ""))(), time.monotonic() + 30.0
+    store.connect()
+    for count in (2, 20):
+        every = [bytes([number]) * 32 for number in range(count)]
+        bucket.values[f"/bucket/ge/{generation_name(every[1]).decode()}"] = b"x"
+        found = store.generations(every, until)
+        assert getattr(found.pop(1), "kind", "") == "generation"
+        assert found == [0] * (count - 1)
+    store.close()
+
+
+def test_an_odd_prefix_is_listed_as_it_is_written(server: S3Server) -> None:
+    """Else all generations would count as none."""
+    server.flush()
+    url = server.url.replace("/a/prefix?", "/a!b'(c)*.d-e_f/g?")
+    one, other = (open_s3(url, Credentials("", ""))() for _ in range(2))
+    every, until = [bytes([number]) * 32 for number in range(20)], time.monotonic() + 60.0
+    for store in (one, other):
+        store.connect()
+    one.raise_generation(every[3], 0, 7, until)
+    assert other.generations(every, until) == [0, 0, 0, 7, *[0] * 16]
+    for store in (one, other):
+        store.close()
+
+
 @pytest.mark.parametrize(
     ("error", "kind"),
     [

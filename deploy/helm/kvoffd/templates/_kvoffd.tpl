@@ -8,11 +8,11 @@
 {{- /* The memory that the daemon needs, in MiB: the sum of deploy/README.md, with which tests compare it. */ -}}
 {{- define "kvoffd.memory" }}
 {{- $stores := len .Values.shared.urls }}
-{{- $networks := false }}
+{{- $places := false }}
 {{- range .Values.peers.hosts }}
-{{- if contains "/" . }}{{ $networks = true }}{{ else }}{{ $stores = add1 $stores }}{{ end }}
+{{- if or (contains "/" .) (hasPrefix "dns+" .) }}{{ $places = true }}{{ else }}{{ $stores = add1 $stores }}{{ end }}
 {{- end }}
-{{- if $networks }}{{ $stores = add $stores 8 }}{{ end }}
+{{- if $places }}{{ $stores = add $stores 8 }}{{ end }}
 {{- $sum := addf (mulf 1.055 (include "kvoffd.mib" .Values.poolSize | float64)) 256 (mulf 143.5 $stores) }}
 {{- range .Values.disks }}
 {{- $sum = addf $sum 35 (maxf 16 (mulf 0.002 (include "kvoffd.mib" .size | float64))) }}

@@ -1,0 +1,191 @@
+"""Peers that are not configured one by one: nodes of a network, which requests name, and nodes behind a name.
+
+A few places are connected at once, however many nodes there are, so a node of a large fleet asks no more than one of a
+small fleet. All calls are in the daemon's thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from math import inf
+
+from kvoffd.tiering.promotions import Promotions
+from kvoffd.tiers.peer_names import PeerName, Resolved
+from kvoffd.tiers.peers import PeerHelper
+from kvoffd.tiers.shared import SharedTier
+from kvoffd.tiers.tier import PEER
+
+logger = logging.getLogger(__name__)
+
+KEPT_S = 1.0
+"""Time for which a peer that a request named is not replaced by another one."""
+EXCHANGE_S, DARK_S = 600.0, 10.0
+"""Time without a block, and without an answer, after which a node behind a name is replaced by another one of these.
+Not too often: each is a new label of metrics."""
+
+
+@dataclass(eq=False)
+class PeerPlace:
+    """A place for a peer. ``number``: for the helper. ``since``: when the peer got it, or a request last named it."""
+
+    number: int
+    tier: SharedTier
+    source: Promotions
+    since: float = -inf
+
+
+@dataclass(eq=False)
+class PeerList:
+    """The nodes behind a name, by its last answer, if there was one; with a failure since, half a sentence."""
+
+    name: PeerName
+    addresses: dict[str, None] = field(default_factory=dict)
+    is_known: bool = False
+    problem: str = ""
+
+
+class PeerPlaces:
+    """Gives places to peers.
+
+    Nodes behind names get all places in a small fleet. In a large one these are some at random; one that has had no
+    block for ``EXCHANGE_S`` makes place for another one, at most one in that time.
+
+    Args:
+        replace_source: makes the source of a place whose tier serves another peer from now on.
+    """
+
+    def __init__(
+        self,
+        helper: PeerHelper,
+        names: Sequence[PeerName],
+        replace_source: Callable[[Promotions], Promotions],
+        clock: Callable[[], float],
+        rng: random.Random | None = None,
+    ) -> None:
+        self._helper, self._replace_source, self._clock = helper, replace_source, clock
+        self._rng = rng or random.Random()
+        self.lists = [PeerList(name) for name in names]
+        self._addresses: dict[str, str] = {}
+        """Addresses behind all names, by the name of the tier."""
+        self._places: list[PeerPlace] = []
+        self._exchange_at = -inf
+
+    def __iter__(self) -> Iterator[SharedTier]:
+        """Iterate over the tiers of all places, also of those without a peer."""
+        return (place.tier for place in self._places)
+
+    @property
+    def listed(self) -> list[SharedTier]:
+        """The connected nodes behind names, which are asked for whatever is missing."""
+        return [place.tier for place in self._places if place.tier.name and not place.tier.only_named]
+
+    def add(self, number: int, tier: SharedTier, source: Promotions) -> None:
+        tier.only_named = tier.may_be_away = True
+        self._places.append(PeerPlace(number, tier, source))
+
+    def find(self, host: str) -> str:
+        """Return the address of a node that is behind a name, by its host; empty if there is none."""
+        for one in self.lists:
+            if (address := f"{host}:{one.name.port}") in one.addresses:
+                return address
+        return ""
+
+    def give(self, address: str, *, only_named: bool = True) -> str:
+        """Have a peer be connected that a request names. It may replace one that was not named recently and is not
+        being used.
+
+        Return its tier's name; empty if all places are taken.
+        """
+        now, name = self._clock(), f"{PEER}{address}"
+        if (place := next((place for place in self._places if place.tier.name == name), None)) is None:
+            free = (place for place in self._places if now >= place.since + KEPT_S and self._is_free(place))
+            place = min(free, key=lambda place: place.since, default=None)
+            if place is None or not self._connect(place, address, only_named=only_named):
+                return ""
+        place.since, place.tier.only_named = now, only_named
+        return name
+
+    def resolved(self, number: int, answer: Resolved) -> None:
+        """Take the nodes that a name has now. After a failure those that it had are kept."""
+        one = self.lists[number]
+        one.problem = answer.problem
+        if answer.addresses is None:
+            return
+        addresses = dict.fromkeys(answer.addresses)
+        if addresses.keys() != one.addresses.keys():
+            logger.info("%s are %d other nodes now, %d before.", one.name.text, len(addresses), len(one.addresses))
+        one.addresses, one.is_known = addresses, True
+        self._addresses = {f"{PEER}{address}": address for one in self.lists for address in one.addresses}
+
+    def tick(self) -> None:
+        """Connect nodes behind names, as far as there are places."""
+        for place in self._places:
+            gone = place.tier.name and not place.tier.only_named and place.tier.name not in self._addresses
+            if gone and self._is_free(place):
+                self._connect(place, "", only_named=True)
+        now = self._clock()
+        due = sorted((place for place in self._places if self._may_go(place, now)), key=_used_at)
+        for place in due:
+            taken = {other.tier.name for other in self._places}
+            others = [address for name, address in self._addresses.items() if name not in taken]
+            answers = place.tier.available()
+            if not others or (answers and now < self._exchange_at):
+                continue
+            if self._connect(place, self._rng.choice(others), only_named=False):
+                place.since = now
+                if answers:
+                    self._exchange_at = now + EXCHANGE_S
+
+    def _may_go(self, place: PeerPlace, now: float) -> bool:
+        """Return whether a place may be given to another node behind a name."""
+        if not place.tier.name:
+            return True
+        unused_s = now - _used_at(place)
+        if not place.tier.available():
+            return unused_s >= DARK_S and self._is_free(place)
+        return unused_s >= EXCHANGE_S and now >= self._exchange_at and self._is_free(place)
+
+    def _is_free(self, place: PeerPlace) -> bool:
+        return place.source.idle and place.tier.idle and not self._helper.reads(place.number)
+
+    def _connect(self, place: PeerPlace, address: str, *, only_named: bool) -> bool:
+        """Give a place to another peer, or to none; return False if the helper has no time."""
+        if not self._helper.connect(place.number, address):
+            return False
+        place.tier.become(f"{PEER}{address}" if address else "")
+        place.tier.only_named = only_named
+        place.source = self._replace_source(place.source)
+        return True
+
+    @property
+    def untold(self) -> Iterator[str]:
+        """A sentence for each name with nodes that are not connected, and so are not told of a clear."""
+        names = {tier.name for tier in self.listed}
+        for one in self.lists:
+            if not one.is_known:
+                yield f"{one.name.text}: its nodes are not known: {one.problem or 'it is being resolved'}."
+            if count := sum(f"{PEER}{address}" not in names for address in one.addresses):
+                yield (
+                    f"{one.name.text}: {count} of its {len(one.addresses)} nodes hear of it from those that were told, "
+                    "normally within seconds."
+                )
+
+    @property
+    def problems(self) -> Iterator[str]:
+        """Problems of the names, a sentence each."""
+        tiers = {tier.name: tier for tier in self.listed}
+        for one in self.lists:
+            if one.problem:
+                yield f"The name of {one.name.text} cannot be resolved: {one.problem}."
+            its = [tier for address in one.addresses if (tier := tiers.get(f"{PEER}{address}")) is not None]
+            if its and not any(tier.available() for tier in its):
+                why = next((tier.health.problem for tier in its if tier.health.problem), "")
+                yield f"No blocks are read from the nodes of {one.name.text}, none of which answers: {why}"
+
+
+def _used_at(place: PeerPlace) -> float:
+    """Return when a place's peer last had a block, or got the place."""
+    return max(place.since, place.tier.found_at)

@@ -1,0 +1,105 @@
+"""The nodes behind a name, such as a headless Service's: its addresses, which a thread asks for again and again."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
+
+from kvoffd.system.threads import AbandonableThreads
+from kvoffd.tiers.store import name_of
+
+RETRY_S = 5.0
+"""Longest pause after a name could not be resolved."""
+MAX_ADDRESSES = 4096
+"""Addresses of one name that are kept."""
+
+
+class PeerName(NamedTuple):
+    """A name of several nodes, with their port.
+
+    Attributes:
+        text: as it is configured.
+    """
+
+    text: str
+    host: str
+    port: int
+
+
+class Resolved(NamedTuple):
+    """The answer about a name.
+
+    Attributes:
+        addresses: ``host:port`` of each node but this one; None if the name could not be resolved.
+        problem: why not, half a sentence.
+    """
+
+    addresses: Sequence[str] | None
+    problem: str = ""
+
+
+class NameResolver:
+    """Resolves names in a thread, which a call of the resolver may hold for long.
+
+    Args:
+        listen: where this node lends, as ``host:port``; empty if it does not. Its own address is left out.
+        every_s: interval at which it does so.
+        on_answer: called in the thread with the index of a name and the answer.
+
+    Raises NoMoreThreads.
+    """
+
+    def __init__(
+        self, names: Sequence[PeerName], listen: str, every_s: float, on_answer: Callable[[int, Resolved], None]
+    ) -> None:
+        self._names, self._listen, self._every_s, self._on_answer = names, listen, every_s, on_answer
+        self._closed = threading.Event()
+        self._thread = AbandonableThreads([("kvoffd-names", self._run)], self._closed.set)
+
+    def close(self) -> None:
+        """End the thread, without waiting for it: it uses nothing of the daemon's."""
+        self._closed.set()
+
+    def _run(self) -> None:
+        pause_s = 0.0
+        while not self._closed.wait(pause_s):
+            pause_s = self._every_s
+            for number, name in enumerate(self._names):
+                answer = resolve(name, partial(is_own, listen=self._listen))
+                if answer.addresses is None:
+                    pause_s = min(pause_s, RETRY_S)
+                if not self._closed.is_set():
+                    self._on_answer(number, answer)
+
+
+def resolve(name: PeerName, is_own: Callable[[str, int], bool]) -> Resolved:
+    """Return the addresses of a name. ``is_own``: returns whether one is this node's."""
+    try:
+        found = socket.getaddrinfo(name.host, name.port, type=socket.SOCK_STREAM)
+    except (OSError, ValueError) as error:  # an invalid host name is a ValueError
+        return Resolved(None, str(getattr(error, "strerror", None) or error))
+    # A node that has both is one node. UCX, below NIXL, notices new interfaces by IPv4 alone.
+    families = {family for family, *_ in found}
+    family = socket.AF_INET if socket.AF_INET in families else socket.AF_INET6
+    hosts = dict.fromkeys(str(place[0]) for one, *_, place in found if one == family)
+    # An address with a zone is one of a single link.
+    kept = [host for host in hosts if "%" not in host and not is_own(host, name.port)]
+    return Resolved([name_of((host, name.port)) for host in kept[:MAX_ADDRESSES]])
+
+
+def is_own(host: str, port: int, *, listen: str) -> bool:
+    """Return whether this node, which lends at ``listen``, is at an address."""
+    at, _, own_port = listen.rpartition(":")
+    if own_port != str(port):
+        return False
+    if at not in ("", "*", "0.0.0.0", "[::]"):
+        return at.strip("[]") == host
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((host, port))  # sends nothing; to one of its own a node comes from that same address
+        except OSError:
+            return False
+        return str(probe.getsockname()[0]) == host

@@ -1,0 +1,83 @@
+"""The addresses of a name of many nodes, as a headless Service's."""
+
+from __future__ import annotations
+
+import socket
+from collections import deque
+from functools import partial
+from typing import Any
+
+import pytest
+
+from kvoffd.tiers import peer_names
+from kvoffd.tiers.peer_names import MAX_ADDRESSES, NameResolver, PeerName, Resolved, is_own, resolve
+from tests.kit.waiting import wait_until
+
+NAME = PeerName("dns+engines:7400", "engines", 7400)
+
+
+def answer_with(monkeypatch: pytest.MonkeyPatch, *hosts: str) -> None:
+    def getaddrinfo(host: str, port: int, **_: Any) -> list[tuple[Any, ...]]:
+        assert (host, port) == ("engines", 7400)
+        return [
+            (socket.AF_INET6 if ":" in one else socket.AF_INET, socket.SOCK_STREAM, 6, "", (one, port)) for one in hosts
+        ]
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "addresses"),
+    [
+        (["10.0.0.1", "10.0.0.2", "10.0.0.1"], ["10.0.0.1:7400", "10.0.0.2:7400"]),
+        (["fd00::1", "10.0.0.2", "fd00::2"], ["10.0.0.2:7400"]),
+        (["fd00::1", "fe80::1%eth0"], ["[fd00::1]:7400"]),
+        ([], []),
+    ],
+)
+def test_each_node_has_one_address(monkeypatch: pytest.MonkeyPatch, hosts: list[str], addresses: list[str]) -> None:
+    answer_with(monkeypatch, *hosts)
+    assert resolve(NAME, lambda host, port: False) == Resolved(addresses)
+
+
+def test_no_more_than_the_bound_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    answer_with(monkeypatch, *(f"10.{n >> 16}.{n >> 8 & 255}.{n & 255}" for n in range(MAX_ADDRESSES + 10)))
+    found = resolve(NAME, lambda host, port: False).addresses
+    assert found is not None
+    assert len(found) == MAX_ADDRESSES
+
+
+def test_a_name_that_is_not_known_has_a_reason() -> None:
+    found = resolve(NAME._replace(host="no-such-host.invalid"), lambda host, port: False)
+    assert found.addresses is None
+    assert found.problem
+    assert resolve(NAME._replace(host="a" * 70), lambda host, port: False).addresses is None
+
+
+@pytest.mark.parametrize(
+    ("host", "listen", "own"),
+    [
+        ("127.0.0.1", "*:7400", True),
+        ("127.0.0.1", ":7400", True),
+        ("127.0.0.1", "127.0.0.1:7400", True),
+        ("127.0.0.2", "127.0.0.1:7400", False),
+        ("127.0.0.1", "*:7401", False),
+        ("127.0.0.1", "", False),
+        ("192.0.2.1", "*:7400", False),
+        ("2001:db8::1", "[::]:7400", False),
+    ],
+)
+def test_a_node_leaves_itself_out(host: str, listen: str, own: bool) -> None:
+    assert is_own(host, 7400, listen=listen) is own
+
+
+def test_names_are_resolved_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = deque([Resolved(["10.0.0.1:7400"]), Resolved(None, "gone"), Resolved([])])
+    last = answers[-1]
+    monkeypatch.setattr(peer_names, "resolve", lambda name, own: answers.popleft() if answers else last)
+    heard: list[tuple[int, Resolved]] = []
+    resolver = NameResolver([NAME], "*:7400", 0.01, lambda number, answer: heard.append((number, answer)))
+    wait_until(lambda: len(heard) > 3)
+    assert [answer for _, answer in heard[:4]] == [Resolved(["10.0.0.1:7400"]), Resolved(None, "gone"), last, last]
+    resolver.close()
+    wait_until(partial(resolver._thread.join, 0.0))
