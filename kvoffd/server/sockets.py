@@ -39,8 +39,9 @@ RETRY_S = 0.25
 """Pause after accept() failed, for example for lack of descriptors: it would fail again at once."""
 DRAIN_S, DRAINED_AT_ONCE = 0.002, 64
 """Time and messages after which the loop handles lifelines and timers."""
-FRAMES_AT_ONCE = 1024
-"""Frames of one message after which it does: a message may have millions, of two bytes each on the wire."""
+FRAMES_AT_ONCE, FRAMES_TIMED = 2048, 8
+"""Frames of one message after which it does, as a message may have millions, of two bytes each on the wire; and those
+after which the time is looked at, since they may be large."""
 AFTER_REPLY_S = 0.002
 """Delay of the work that follows a reply."""
 NOBODY = 2**32 - 1
@@ -173,7 +174,7 @@ class Sockets:
                     more = self._make_calls(until)
                     self.flush()
                 for _ in range(DRAINED_AT_ONCE):
-                    if self._drops_frames and not self._drop_frames(until):
+                    if self._drops_frames and not self._drop_frames():
                         more = True
                         break
                     if not cast(int, jobs.get(_EVENTS)) & _POLLIN:
@@ -198,14 +199,16 @@ class Sockets:
                 self.wake()
             return True
 
-    def _drop_frames(self, until: float) -> bool:
-        """Drop frames of the message that was read last, until ``until``; return whether none is left."""
-        for _ in range(FRAMES_AT_ONCE):
+    def _drop_frames(self) -> bool:
+        """Drop FRAMES_AT_ONCE frames of the message that was read last, or fewer if they are large; return whether none
+        is left."""
+        until = time.monotonic() + DRAIN_S
+        for count in range(FRAMES_AT_ONCE):
             if not self._jobs.get(_RCVMORE):
                 self._drops_frames = False
                 break
             self._jobs.recv(_NOBLOCK)
-            if time.monotonic() > until:
+            if not count % FRAMES_TIMED and time.monotonic() > until:
                 break
         return not self._drops_frames
 

@@ -219,9 +219,7 @@ def huge_page_bytes(mapping: HostMapping) -> int | None:
     if the kernel cannot tell (before 6.7)."""
     found, scanned, size_bytes = 0, 0, mapping.size_bytes
     step = SCANNED_BYTES * max(1, -(-size_bytes // (MAX_SCANS * SCANNED_BYTES)))
-    regions = np.zeros(
-        (SCANNED_BYTES // HUGE_PAGE_BYTES + 1, 3), np.uint64
-    )  # struct page_region: begin, end, categories
+    regions = np.zeros((SCANNED_BYTES // HUGE_PAGE_BYTES + 1, 3), np.uint64)  # begin, end and categories of each
     try:
         with open("/proc/self/pagemap", "rb", buffering=0) as pagemap:
             for offset in range(0, size_bytes, step):

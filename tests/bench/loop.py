@@ -287,7 +287,7 @@ def reset_leases(pool_bytes: int) -> Result:
 
 
 def _at_its_quota(pool_bytes: int) -> tuple[Daemon, Session, Session, int]:
-    """A namespace of small blocks that has its quota, an eighth of a full pool; others' blocks come first in the order."""
+    """A namespace of small blocks at its quota, an eighth of a full pool; others' blocks come first in the order."""
     daemon = Daemon(pool_bytes)
     other = daemon.session(m.Role.WORKER)
     daemon.fill(other, pool_bytes * 7 // 8)
