@@ -137,8 +137,7 @@ def _replay_nodes(given: argparse.Namespace, trace: RequestTrace, nodes: int, po
 def _say_memory(
     given: argparse.Namespace, trace: RequestTrace, nodes: int, policy: str, size: tuple[int, int], block_bytes: int
 ) -> None:
-    """Print the memory that a replay of the largest size takes. To be called before other replays, whose freed memory it
-    would use uncounted."""
+    """Print the memory that a replay of the largest size takes. It does not count what earlier ones have freed."""
     blocks, disk_blocks = size
     plan = fleet_command.make_plans(given, trace, nodes, blocks, block_bytes)[0]
     disk = _disks(given, trace, disk_blocks, block_bytes)[0]
