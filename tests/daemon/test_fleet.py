@@ -143,6 +143,19 @@ def test_nodes_behind_a_name_are_used_as_they_come_and_go(node: Callable[..., No
     assert lenders[1].engine.lookup(keys(2100)) == 0
 
 
+def test_a_peer_whose_name_gets_another_address_is_found_there(node: Callable[..., Node], hosts: Hosts) -> None:
+    """As of a pod that is started again."""
+    (port,) = free_ports(1)
+    hosts.set(NAME, ["127.0.0.1"])
+    reader, before = node("", f"{NAME}:{port}", hosts=hosts), node(f"127.0.0.1:{port}")
+    stored = before.store(0, 1)
+    assert reader.load(0) == stored
+    before.daemon.kill()
+    hosts.set(NAME, ["127.0.0.2"])
+    stored = node(f"127.0.0.2:{port}").store(100, 2)
+    assert reader.load(100) == stored
+
+
 def test_a_node_that_names_its_own_name_leaves_itself_out(node: Callable[..., Node], hosts: Hosts) -> None:
     (port,) = free_ports(1)
     hosts.set(NAME, ["127.0.0.1", "127.0.0.2"])
