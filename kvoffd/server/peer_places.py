@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
@@ -29,12 +29,14 @@ Not too often: each is a new label of metrics."""
 
 @dataclass(eq=False)
 class PeerPlace:
-    """A place for a peer. ``number``: for the helper. ``since``: when the peer got it, or a request last named it."""
+    """A place for a peer. ``number``: for the helper. ``since``: when the peer got it, or a request last named it.
+    ``listed_at``: when the peer was last among the addresses of a name."""
 
     number: int
     tier: SharedTier
     source: Promotions
     since: float = -inf
+    listed_at: float = -inf
 
 
 @dataclass(eq=False)
@@ -54,6 +56,7 @@ class PeerPlaces:
     block for ``EXCHANGE_S`` makes place for another one, at most one in that time.
 
     Args:
+        fixed: names of the tiers of peers that are configured one by one: they get no place.
         replace_source: makes the source of a place whose tier serves another peer from now on.
     """
 
@@ -61,11 +64,12 @@ class PeerPlaces:
         self,
         helper: PeerHelper,
         names: Sequence[PeerName],
+        fixed: Collection[str],
         replace_source: Callable[[Promotions], Promotions],
         clock: Callable[[], float],
         rng: random.Random | None = None,
     ) -> None:
-        self._helper, self._replace_source, self._clock = helper, replace_source, clock
+        self._helper, self._fixed, self._replace_source, self._clock = helper, fixed, replace_source, clock
         self._rng = rng or random.Random()
         self.lists = [PeerList(name) for name in names]
         self._addresses: dict[str, str] = {}
@@ -118,15 +122,21 @@ class PeerPlaces:
         if addresses.keys() != one.addresses.keys():
             logger.info("%s are %d other nodes now, %d before.", one.name.text, len(addresses), len(one.addresses))
         one.addresses, one.is_known = addresses, True
-        self._addresses = {f"{PEER}{address}": address for one in self.lists for address in one.addresses}
+        every = {f"{PEER}{address}": address for one in self.lists for address in one.addresses}
+        self._addresses = {name: address for name, address in every.items() if name not in self._fixed}
 
     def tick(self) -> None:
         """Connect nodes behind names, as far as there are places."""
-        for place in self._places:
-            gone = place.tier.name and not place.tier.only_named and place.tier.name not in self._addresses
-            if gone and self._is_free(place):
-                self._connect(place, "", only_named=True)
         now = self._clock()
+        for place in self._places:
+            if not place.tier.name or place.tier.only_named:
+                continue
+            if place.tier.name in self._addresses:
+                place.listed_at = now
+            # Some names answer with a few of their nodes, others each time.
+            gone = not place.tier.available() or now >= place.listed_at + EXCHANGE_S
+            if place.listed_at < now and gone and self._is_free(place):
+                self._connect(place, "", only_named=True)
         due = sorted((place for place in self._places if self._may_go(place, now)), key=_used_at)
         for place in due:
             taken = {other.tier.name for other in self._places}
@@ -135,7 +145,7 @@ class PeerPlaces:
             if not others or (answers and now < self._exchange_at):
                 continue
             if self._connect(place, self._rng.choice(others), only_named=False):
-                place.since = now
+                place.since = place.listed_at = now
                 if answers:
                     self._exchange_at = now + EXCHANGE_S
 

@@ -163,7 +163,8 @@ class TierSupervisor:
                 continue
             if self.peer_places is None:
                 replace = partial(tiering.replace_source, settings=quiet)
-                self.peer_places = PeerPlaces(helper, self._names, replace, self._clock)
+                fixed = {f"{PEER}{text}" for _, text in self._peers}
+                self.peer_places = PeerPlaces(helper, self._names, fixed, replace, self._clock)
             self.peer_places.add(number, tier, source)
         if (places := self.peer_places) is not None and self._names:
 

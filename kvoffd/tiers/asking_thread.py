@@ -162,17 +162,21 @@ class AskingThread(StoreThread):
             if len(theirs) != (wanted := len(poll.fingerprints)):
                 raise StoreError("protocol", f"{wanted} generations were requested, but {len(theirs)} answered.")
             seconds = self._clock() - started
-            each = zip(poll.fingerprints, ours, theirs, strict=True)
-            agreed = [self._agreed(*one, until) for one in each]
         except Exception as error:
             self._fail(error, "ask")
             return None
         self._record_success(self._clock() - began > self._tier.ask_deadline_s)
+        each = list(zip(poll.fingerprints, ours, theirs, strict=True))
+        agreed = [self._agreed(*one) for one in each]
+        # Whatever becomes of these, what was answered counts: else this node would hear of no clear.
+        for fingerprint, mine, its in each:
+            if not isinstance(its, StoreError) and its < mine and self._clock() < until:
+                self._give_back_lost(fingerprint, its, mine, until)
         return PollAnswer(agreed, seconds)
 
-    def _agreed(self, fingerprint: bytes, ours: int, theirs: int | StoreError, deadline: float) -> int | None:
-        """Return the higher of this node's and the store's generation of a namespace, which the store gets if it has a
-        lower one; None, and count a failure, if the store has no valid one."""
+    def _agreed(self, fingerprint: bytes, ours: int, theirs: int | StoreError) -> int | None:
+        """Return the higher of this node's and the store's generation of a namespace; None, and count a failure, if the
+        store has no valid one."""
         try:
             if isinstance(theirs, StoreError):
                 raise theirs
@@ -180,9 +184,16 @@ class AskingThread(StoreThread):
         except StoreError as error:
             self._fail(error, "ask")
             return None
-        if theirs < ours:
-            self._give_back(fingerprint, theirs, ours, deadline)
         return max(theirs, ours)
+
+    def _give_back_lost(self, fingerprint: bytes, theirs: int, ours: int, deadline: float) -> None:
+        """Raise the generation of a store that lost it, over a new connection if an earlier one was refused; or count a
+        failure."""
+        try:
+            self._store.connect()
+            self._give_back(fingerprint, theirs, ours, deadline)
+        except Exception as error:
+            self._fail(error, "" if self._store.follows else "write")
 
     def _record_success(self, is_slow: bool) -> None:
         """Record an answer. Detecting that one of several servers is down takes time, but does not slow the others."""

@@ -85,7 +85,10 @@ LEASE_S, MAX_LENT = 10.0, 65_536
 """Time for which what was lent keeps the pauses short, unless it is returned, and limit of such requests."""
 HEARTBEAT_MS, LOST_MS = 3000, 4000
 """Interval at which the end that connected asks the other one for a sign of life, and time without one after which
-either end takes the connection for lost."""
+it takes the connection for lost."""
+KEEPALIVE_S, KEEPALIVE_PROBES = 3, 2
+"""Time without a packet after which the kernel of the other end tests the connection, at this interval, and unanswered
+tests after which it is lost. ZeroMQ's own time limit there would end with the next message."""
 HANDSHAKE_FAILED = (
     zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 )
@@ -288,6 +291,14 @@ class Helper:
         self._guard.start()
         self._guard.configure_curve_callback(DOMAIN, Provider())
         self._router = router = self._socket(zmq.ROUTER)
+        for option, value in (
+            (zmq.TCP_KEEPALIVE, 1),
+            (zmq.TCP_KEEPALIVE_IDLE, KEEPALIVE_S),
+            (zmq.TCP_KEEPALIVE_INTVL, KEEPALIVE_S),
+            (zmq.TCP_KEEPALIVE_CNT, KEEPALIVE_PROBES),
+            (zmq.TCP_MAXRT, LOST_MS + 1000 * KEEPALIVE_S * KEEPALIVE_PROBES),  # of what was sent
+        ):
+            router.setsockopt(option, value)
         router.setsockopt(zmq.ZAP_DOMAIN, DOMAIN.encode())
         router.curve_server = True
         self._router_events = router.get_monitor_socket(HANDSHAKE_FAILED)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ipaddress
 import socket
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import NamedTuple
 
@@ -68,7 +70,10 @@ class NameResolver:
         while not self._closed.wait(pause_s):
             pause_s = self._every_s
             for number, name in enumerate(self._names):
-                answer = resolve(name, partial(is_own, listen=self._listen))
+                try:
+                    answer = resolve(name, partial(is_own, listen=self._listen))
+                except Exception as error:  # the next may succeed
+                    answer = Resolved(None, str(error) or type(error).__name__)
                 if answer.addresses is None:
                     pause_s = min(pause_s, RETRY_S)
                 if not self._closed.is_set():
@@ -96,10 +101,11 @@ def is_own(host: str, port: int, *, listen: str) -> bool:
     if own_port != str(port):
         return False
     if at not in ("", "*", "0.0.0.0", "[::]"):
-        return at.strip("[]") == host
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
+        with suppress(ValueError):  # a name
+            return ipaddress.ip_address(at.strip("[]")) == ipaddress.ip_address(host)
+    try:
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((host, port))  # sends nothing; to one of its own a node comes from that same address
-        except OSError:
-            return False
-        return str(probe.getsockname()[0]) == host
+            return str(probe.getsockname()[0]) == host
+    except OSError:
+        return False

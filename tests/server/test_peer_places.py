@@ -16,6 +16,8 @@ from kvoffd.tiers.peer_names import PeerName, Resolved
 from tests.kit.slot_cache import CacheRig
 
 NAME = PeerName("dns+engines:7400", "engines", 7400)
+FIXED = "peer://10.9.0.1:7400"
+"""A peer that is configured besides."""
 
 
 class FakeTier:
@@ -42,6 +44,7 @@ class Rig:
         self.places = PeerPlaces(
             cast(Any, SimpleNamespace(connect=self.connect, reads=lambda number: False)),
             names or [NAME],
+            [FIXED],
             lambda source: source,
             self.clock,
             random.Random(1),
@@ -69,9 +72,30 @@ def nodes(count: int) -> list[str]:
     return [f"10.0.{number // 250}.{number % 250 + 1}:7400" for number in range(count)]
 
 
+def test_a_name_that_tells_a_few_of_its_nodes_each_time_replaces_none_that_answers() -> None:
+    rig, choose = Rig(), random.Random(2)
+    rig.resolve(nodes(8))
+    for _ in range(40):
+        rig.clock.now += EXCHANGE_S / 20
+        rig.resolve(choose.sample(nodes(8), 4))
+        assert rig.connected == set(nodes(8))
+    rig.clock.now += EXCHANGE_S
+    rig.resolve(nodes(2))
+    assert rig.connected == set(nodes(2)), "the others were not named for too long"
+
+
+def test_a_peer_that_is_configured_by_itself_gets_no_place_besides() -> None:
+    rig = Rig()
+    rig.resolve([FIXED.removeprefix("peer://"), *nodes(2)])
+    assert rig.connected == set(nodes(2))
+
+
 def test_of_a_small_fleet_all_nodes_are_connected_as_they_come_and_go() -> None:
     rig = Rig()
     for there in (3, 8, 5, 0, 2):
+        for tier in rig.tiers:
+            tier.answers = tier.name.removeprefix("peer://") in nodes(there)
+        rig.clock.now += 1
         rig.resolve(nodes(there))
         assert rig.connected == set(nodes(there))
     assert len(rig.places.listed) == 2
@@ -142,7 +166,8 @@ def test_what_is_in_use_or_refused_by_the_helper_stays_for_now() -> None:
     rig.places.tick()
     assert rig.connected == set(nodes(3))
     for tier in rig.tiers:
-        tier.idle = False
+        tier.idle, tier.answers = False, tier.name.removeprefix("peer://") in nodes(1)
+    rig.clock.now += 1
     rig.resolve(nodes(1))
     assert rig.connected == set(nodes(3))
     for tier in rig.tiers:

@@ -65,10 +65,29 @@ def test_a_name_that_is_not_known_has_a_reason() -> None:
         ("127.0.0.1", "", False),
         ("192.0.2.1", "*:7400", False),
         ("2001:db8::1", "[::]:7400", False),
+        ("127.0.0.1", "localhost:7400", True),
+        ("::1", "[0:0::1]:7400", True),
     ],
 )
 def test_a_node_leaves_itself_out(host: str, listen: str, own: bool) -> None:
     assert is_own(host, 7400, listen=listen) is own
+
+
+def test_a_name_is_resolved_again_after_an_error_of_any_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    def is_own(host: str, port: int, *, listen: str) -> bool:
+        raise OSError(24, "Too many open files")
+
+    answer_with(monkeypatch, "10.0.0.1")
+    monkeypatch.setattr(peer_names, "RETRY_S", 0.01)
+    heard: list[Resolved] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(peer_names, "is_own", is_own)
+        resolver = NameResolver([NAME], "*:7400", 60.0, lambda _, answer: heard.append(answer))
+        wait_until(lambda: heard)
+        assert heard[0].addresses is None
+        assert "Too many open files" in heard[0].problem
+    wait_until(lambda: heard[-1] == Resolved(["10.0.0.1:7400"]))
+    resolver.close()
 
 
 def test_names_are_resolved_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:

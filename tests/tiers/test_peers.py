@@ -262,7 +262,7 @@ def test_what_is_wrong_with_a_peer_is_said_of_each(lender: Lender, full: int, ca
 
     wait_until(are_right, 30.0, explain=problems)
     wait_until(lambda: lender.helper.refused_handshakes >= 2, 30.0)
-    (said,) = [one.getMessage() for one in caplog.records if "were refused" in one.getMessage()]
+    said = wait_until(lambda: next((text for text in caplog.messages if "were refused" in text), ""))
     assert "has another secret" in said
     assert helper.close(10.0)
     lender.helper._end()  # the next helper begins at 0, and the count goes on

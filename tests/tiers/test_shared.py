@@ -548,6 +548,22 @@ def test_one_poll_asks_about_all_namespaces_and_one_without_a_number_hides_no_ot
     assert store.commands[b"GET"] - asked <= 3 * len(every), "the rest is asked for again after each"
 
 
+@pytest.mark.parametrize("last", [b"7", b"x"])
+def test_a_store_that_keeps_no_generation_hides_none_of_a_poll(store: FaultyStore, last: bytes) -> None:
+    """It lost two, and refuses to have them again: what it answered of the others is followed all the same."""
+    every = [number.to_bytes(32, "big") for number in range(4)]
+    lost, (cleared, other) = every[:2], every[2:]
+    rig = SharedRig(store.url, generations=dict.fromkeys(every, 5)).reachable()
+    store.forced[b"SET"] = b"-NOPERM User reader has no permissions to run the 'set' command\r\n"
+    store.values.update({generation_name(cleared): b"6", generation_name(other): last})
+    rig.tier.poll([cleared, *lost, other])
+    rig.until(lambda: rig.tier.answered_about(cleared) > 0)
+    assert cleared in rig.take_voided()
+    assert all(rig.tier.answered_about(one) > 0 for one in lost)
+    assert rig.tier.breaker.opened == 0
+    assert "+set" in rig.tier.health.refusal
+
+
 def test_all_namespaces_are_polled_together_once_one_is_due(store: FaultyStore, rig: SharedRig) -> None:
     """However far apart they were opened: else each would be a question of its own for ever."""
     now = time.monotonic()
