@@ -18,6 +18,7 @@ from kvoffd_client.vllm.log import logger
 from tests.kit.amount import TIMES
 from tests.vllm.scheduler_harness import SchedulerHarness
 from tests.vllm.vllm_config import HEADS, full_attention, kv_cache_configs, make_config, recurrent_state
+from tests.vllm.vllm_fakes import split
 
 BLOCK_TOKENS = 32
 BLOCKS = 40
@@ -201,6 +202,24 @@ def test_of_many_new_prompts_behind_a_load_few_are_scanned_in_a_step(
     engine.held = set()
     engine.end([first, *waiting], 1000)
     assert engine.loaded == ["first", *(one.request_id for one in waiting)]
+
+
+def test_a_prompt_that_waits_for_a_disk_is_loaded_once_it_is_there_though_another_is_loading(make: Make) -> None:
+    engine = make(FULL, blocks=6000, max_model_len=8192, max_num_batched_tokens=1024)
+    engine.manager.harm.prefill.tokens_per_second = 6400.0
+    engine.answers, engine.held = False, {"first"}
+    first, second = engine.add("first", prompt(0, 250)), engine.add("second", prompt(1, 240))
+    ours, its = ({bytes(one) for one in each.block_hashes} for each in (first, second))
+    began, comes_s, ready = engine.clock.now, 0.5, ours
+    while "second" not in engine.loaded and engine.clock.now < began + LONGEST_DELAY_S:
+        left_s = began + comes_s - engine.clock.now
+        ready = ours if left_s > 0 else ours | its
+        for index in engine.unanswered:
+            asked = {key for keys in engine.client.asked[index][1] for key in split(keys.keys)}
+            engine.client.answer(asked & ready, index, coming=[*asked - ready], wait_s=max(0.01, left_s))
+        engine.step()
+    assert engine.loaded == ["second"]
+    assert engine.clock.now - began < comes_s + 0.1
 
 
 @pytest.mark.parametrize("groups", [(FULL,), (FULL, WINDOW)], ids=["full", "window"])

@@ -220,10 +220,13 @@ class PromptWaits:
         return found
 
     def most_loadable(self, state: RequestState, own_tokens: int) -> int | None:
-        """Return the most tokens that a request's scan could find by the answer that has come; None without one."""
+        """Return the most tokens that a request's scan could find by the answer that has come. None without one, or if
+        blocks may be there since: then a scan asks again."""
         lookup = state.in_flight
         answer = lookup if lookup is not None and lookup.future.done else state.answer
-        if answer is None or answer.future.failed:
+        if answer is None or answer.future.failed or self._lookups.lacks_answer(state):
+            return None
+        if not state.wait.tier.has_ended and any(map(answer.has, state.tiers)):
             return None
         return max(0, answer.most_usable_tokens - own_tokens)
 
