@@ -83,8 +83,9 @@ class PeerPlaces:
 
     @property
     def listed(self) -> list[SharedTier]:
-        """The connected nodes behind names, which are asked for whatever is missing."""
-        return [place.tier for place in self._places if place.tier.name and not place.tier.only_named]
+        """The connected nodes behind names, which are asked for whatever is missing; without those that have left."""
+        its = (place.tier for place in self._places if place.tier.name and not place.tier.only_named)
+        return [tier for tier in its if tier.name in self._addresses or tier.available()]
 
     def add(self, number: int, tier: SharedTier, source: Promotions) -> None:
         tier.only_named = tier.may_be_away = True

@@ -224,7 +224,7 @@ class PromptWaits:
         blocks may be there since: then a scan asks again."""
         lookup = state.in_flight
         answer = lookup if lookup is not None and lookup.future.done else state.answer
-        if answer is None or answer.future.failed or self._lookups.lacks_answer(state):
+        if answer is None or answer.future.failed:
             return None
         if not state.wait.tier.has_ended and any(map(answer.has, state.tiers)):
             return None
