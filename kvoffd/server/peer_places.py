@@ -157,7 +157,7 @@ class PeerPlaces:
         unused_s = now - _used_at(place)
         if not place.tier.available():
             return unused_s >= DARK_S and self._is_free(place)
-        return unused_s >= EXCHANGE_S and now >= self._exchange_at and self._is_free(place)
+        return unused_s >= EXCHANGE_S and self._is_free(place)
 
     def _is_free(self, place: PeerPlace) -> bool:
         return place.source.idle and place.tier.idle and not self._helper.reads(place.number)
@@ -172,8 +172,8 @@ class PeerPlaces:
         return True
 
     @property
-    def untold(self) -> Iterator[str]:
-        """A sentence for each name with nodes that are not connected, and so are not told of a clear."""
+    def unreached(self) -> Iterator[str]:
+        """A sentence for each name with nodes that a clear does not reach at once: they are not connected."""
         names = {tier.name for tier in self.listed}
         for one in self.lists:
             if not one.is_known:

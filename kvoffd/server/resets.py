@@ -91,7 +91,7 @@ class NamespaceResets:
                 return None
             failed = [(name, one) for name, one in pending.items() if one.problem or not one.ended]
             problems = [f"{name}: {one.problem or 'it has not answered yet.'}" for name, one in failed]
-            problems += places.untold if places is not None else []
+            problems += places.unreached if places is not None else []
             problems += [f"{one}: its nodes hear of it once they exchange blocks; clear there too." for one in networks]
             if not (pending or networks or lists):
                 problems.append(

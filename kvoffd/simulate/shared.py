@@ -137,6 +137,9 @@ class _Instant(Tier):
     def _has(self, key: bytes) -> bool:
         raise NotImplementedError
 
+    def _use(self, key: bytes) -> None:
+        """Mark a block as used, before it is read."""
+
     def find(self, group: BlockGroup, keys: Sequence[bytes], *, prefix: bool) -> Found:
         states = bytearray(len(keys))
         self.counters.asked_keys += len(keys)
@@ -157,6 +160,7 @@ class _Instant(Tier):
         on_end: ReadEnd,
         is_awaited: Callable[[], bool] = lambda: True,
     ) -> bool:
+        self._use(key)
         if not self._has(key):
             return False
         self.counters.read_blocks += 1
@@ -279,17 +283,8 @@ class SimulatedStore(_Instant):
         now = self._clock()
         return [self._believed.get(key, now) <= now for key in keys]
 
-    def read(
-        self,
-        group: BlockGroup,
-        key: bytes,
-        offsets: Sequence[int],
-        patience_s: float,
-        on_end: ReadEnd,
-        is_awaited: Callable[[], bool] = lambda: True,
-    ) -> bool:
+    def _use(self, key: bytes) -> None:
         self._objects.use(key)
-        return super().read(group, key, offsets, patience_s, on_end, is_awaited)
 
     def write(self, block: Block, offsets: Sequence[int], on_end: WriteEnd) -> bool:
         if self._objects.use(block.key):
