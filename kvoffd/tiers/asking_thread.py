@@ -169,8 +169,8 @@ class AskingThread(StoreThread):
         each = list(zip(poll.fingerprints, ours, theirs, strict=True))
         agreed = [self._agreed(*one) for one in each]
         # Whatever becomes of these, what was answered counts: else this node would hear of no clear.
-        for fingerprint, mine, its in each:
-            if not isinstance(its, StoreError) and its < mine and self._clock() < until:
+        for (fingerprint, mine, its), valid in zip(each, agreed, strict=True):
+            if valid is not None and isinstance(its, int) and its < mine and self._clock() < until:
                 self._give_back_lost(fingerprint, its, mine, until)
         return PollAnswer(agreed, seconds)
 
