@@ -4,8 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 BUILD := tests/tools/build_venv.py
 HERE := not gpu and not shapes and not delivery and not nightly
-# Three for two CPUs: a test waits for its daemons now and then.
-SIDE_BY_SIDE := -n $(shell echo $$(( ($$(nproc) * 3 + 1) / 2 ))) --maxprocesses 6 --dist loadfile --no-loadscope-reorder
+# Two for a CPU: a test waits for its daemons now and then.
+SIDE_BY_SIDE := -n $(shell echo $$(( $$(nproc) * 2 ))) --maxprocesses 6 --dist loadfile --no-loadscope-reorder
 PASSED = passed() { "$(BIN)/pytest" "$$@" $(ARGS) || [ $$? = 5 ]; }
 # Debian's package, and a command of it.
 TOOLS := redis-server:redis-server prometheus:prometheus openssl:openssl iproute2:ip systemd:systemd-analyze tmux:tmux chromium:chromium

@@ -11,7 +11,7 @@ import pytest
 from kvoffd_client import KvoffdClientError
 from kvoffd_client.cuda_export import GpuSegment, NotExportable, export_segments
 from kvoffd_proto.cuda import Cuda
-from tests.kit.open_files import open_descriptors
+from tests.kit.open_files import open_files
 from tests.kit.stub_cuda import StubCuda
 
 SIZE = 1 << 20
@@ -41,15 +41,15 @@ def test_tensors_of_one_allocation_are_one_segment(stub: StubCuda) -> None:
 
 def test_virtual_memory_is_exported_by_the_chunks_that_the_tensors_touch(stub: StubCuda) -> None:
     buffer = stub.map_chunks([CHUNK, 2 * CHUNK, CHUNK, CHUNK])
-    before = open_descriptors()
+    before = open_files()
     (segment,) = export(stub, (buffer.address + CHUNK + 5, 2 * CHUNK), (buffer.address + 3 * CHUNK, 7))
     assert (segment.address, segment.chunk_bytes, segment.handle) == (buffer.address + CHUNK, (2 * CHUNK, CHUNK), None)
-    assert open_descriptors() == before + 2
+    assert len(open_files() - before) == 2
     first, last = export(stub, (buffer.address, 1), (buffer.address + 4 * CHUNK, 1))
     assert (first.chunk_bytes, last.chunk_bytes) == ((CHUNK,), (CHUNK,))
     for exported in (segment, first, last):
         exported.close()
-    assert open_descriptors() == before
+    assert open_files() <= before
 
 
 def test_a_thread_without_a_context_exports_too_and_leaves_none(stub: StubCuda) -> None:
@@ -101,27 +101,27 @@ def test_wsl_is_named_where_memory_cannot_be_shared(stub: StubCuda, monkeypatch:
 @pytest.mark.parametrize("call", ["cuMemExportToShareableHandle", "cuMemRetainAllocationHandle"])
 def test_an_export_that_fails_leaves_no_descriptors(stub: StubCuda, call: str) -> None:
     buffer = stub.map_chunks([CHUNK] * 3)
-    before = open_descriptors()
+    before = open_files()
     stub.fail(call, 3, 304)
     with pytest.raises(NotExportable, match=rf"Chunk 2 of 3.*{call} failed[^.]*\.$"):
         export(stub, (buffer.address, 3 * CHUNK))
-    assert open_descriptors() == before
+    assert open_files() <= before
 
 
 def test_a_low_limit_of_descriptors_is_told_apart(stub: StubCuda) -> None:
     buffer = stub.map_chunks([CHUNK] * 40)
     driver = Cuda(stub.path)
-    before = open_descriptors()
+    before, count = open_files(), len(open_files())
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (before + 20, hard))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (count + 20, hard))
     try:
         with pytest.raises(
-            NotExportable, match=rf"Chunk \d+ of 40.*\(304\)\. .*its limit of {before + 20} open files.*ulimit"
+            NotExportable, match=rf"Chunk \d+ of 40.*\(304\)\. .*its limit of {count + 20} open files.*ulimit"
         ):
             export_segments([(buffer.address, 40 * CHUNK)], driver)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    assert open_descriptors() == before
+    assert open_files() <= before
 
 
 def test_a_process_that_uses_no_gpu_exports_nothing(stub: StubCuda) -> None:

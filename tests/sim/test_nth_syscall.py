@@ -50,7 +50,7 @@ def traces() -> dict[str, object]:
             _stay.add(thread)
     maps = Path("/proc/self/maps").read_text().splitlines()
     return {
-        "descriptors": sorted(link.split(":[")[0] for _, link in open_files()),
+        "descriptors": sorted(link.split(":[")[0] for _, link, _ in open_files()),
         "mappings": sum("memfd:kvoffd" in line or ".pool" in line for line in maps),
         "threads": sorted(thread.name for thread in threads if thread.is_alive()),
     }

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from kvoffd.system.systemd import Notifier
+from tests.kit.open_files import open_files
 
 DEADLINE_S = 10.0
 
@@ -110,9 +111,9 @@ def test_a_barrier_waits_until_everything_was_heard(listener: socket.socket, not
         assert data == b"BARRIER=1"
         os.close(array.array("i", ancillary[0][2])[0])
 
-    opened = len(os.listdir("/proc/self/fd"))
+    before = open_files()
     assert not notifier.wait_until_handled(0.05), "nobody has read the barrier yet"
-    assert len(os.listdir("/proc/self/fd")) == opened
+    assert open_files() <= before
     hear()
     systemd = threading.Thread(target=hear)
     systemd.start()

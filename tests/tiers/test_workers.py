@@ -19,6 +19,7 @@ from kvoffd.errors import NoMoreThreads
 from kvoffd.system.threads import Workers
 from kvoffd.tiers.disk import DiskTier
 from kvoffd.tiers.tier import TierListener
+from tests.kit.open_files import open_files
 from tests.kit.waiting import deliver_until, wait_until
 
 DEADLINE_S = 10.0
@@ -145,7 +146,7 @@ def test_a_disk_leaves_nothing_where_a_thread_does_not_start(
 
     def resources() -> set[object]:
         contexts = [line for line in Path("/proc/self/maps").read_text().splitlines() if "[aio]" in line]
-        return {*threading.enumerate(), *os.listdir("/proc/self/fd"), *contexts}
+        return {*threading.enumerate(), *open_files(), *contexts}
 
     before = resources()
     listener, pool = cast("TierListener", None), memoryview(bytearray(4096))
