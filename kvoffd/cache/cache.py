@@ -188,7 +188,7 @@ class Cache:
         Raises UnknownLease, and NotReady with the indices of keys that are not READY, are corrupt, or whose written
         range begins later.
         """
-        lease = self.leases.by_id.get(lease_id)
+        lease = self.leases.get(lease_id)
         if lease is None or lease.namespace is not namespace:
             raise UnknownLease(f"The lease {lease_id} is unknown, ended or of another namespace; look up again.")
         group, size = namespace.groups[group_index], namespace.key_bytes
@@ -267,7 +267,7 @@ class Cache:
             self.namespaces.renumber(namespace)
             if generation is not None:
                 namespace.generation = generation
-            self.leases.end_all(list(namespace.leases))
+            self.leases.end_namespace(namespace)
         if namespaces:
             self.namespaces.save()
         for namespace in namespaces:

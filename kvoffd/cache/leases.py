@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from itertools import islice, takewhile
 
 import numpy as np
 
 from kvoffd.cache.block_life import BlockLife
 from kvoffd.cache.block_table import BlockIds, FoundKeys, ready_of
 from kvoffd.cache.namespace import MissReason, Namespace
-from kvoffd.cache.tickets import Lease, SessionLeases
+from kvoffd.cache.tickets import Lease, LeaseTotals, SessionLeases
 from kvoffd.errors import UnknownLease
 from kvoffd.pool.allocator import PAGE_BYTES
 
@@ -24,9 +24,10 @@ CLAIM_S = 10.0
 class Leases:
     """Active leases, and those that have ended and whose blocks are still to be unpinned.
 
-    An active lease is in ``by_id``, in the leases of its session (``of``), and in those of its namespace. Its blocks
-    are pinned once for each time that their key came when the lease got them, and count in the session's ``keys``;
-    those that no lease had pinned count in ``nbytes`` of both.
+    An active lease is in ``by_id`` and in ``lease.held``, the leases of its session in its namespace, which both have.
+    Its blocks are pinned once for each time that their key came when the lease got them, and count in ``keys`` of
+    ``held``; those that no lease had pinned count in ``nbytes`` of both. A session or namespace may end with very many
+    leases: ``held`` loses all of them at once, and each step of ``unpin_some`` does the rest for some.
 
     Args:
         ttl_s: time after which a lease ends by itself.
@@ -38,8 +39,8 @@ class Leases:
         max_keys: limit for one session.
 
     Attributes:
-        by_id: active leases by id, in the order of their deadlines.
-        by_session: the same of each session that has any.
+        by_id: active leases by id, in the order of their deadlines, and ended ones that ``unpin_some`` has not reached.
+        by_session: the active ones of each session that has any, by namespace.
         withheld_bytes: bytes of blocks that will be promoted, and leases will pin, and of reads that were given up and
             have not ended; kept by the tiers.
         ended_at_once: leases that one step unpins.
@@ -53,7 +54,7 @@ class Leases:
         self.by_id: dict[int, Lease] = {}
         self.withheld_bytes = 0
         self.ended_at_once = ENDED_AT_ONCE
-        self.by_session: dict[int, SessionLeases] = {}
+        self.by_session: dict[int, dict[Namespace, SessionLeases]] = {}
         self._claims: dict[int, float] = {}
         """Sessions whose last lookup was cut by the limit of leases, with the time until which they count as sessions
         with leases."""
@@ -69,12 +70,28 @@ class Leases:
         """Bytes that leases may still pin, without those that are reserved for promotions."""
         return self.pinnable_bytes - self.withheld_bytes
 
-    def of(self, session: int) -> SessionLeases:
-        return self.by_session.get(session) or SessionLeases()
+    def of(self, session: int) -> LeaseTotals:
+        """Return what the session has leased in all namespaces."""
+        leases = keys = nbytes = 0
+        for held in self.by_session.get(session, {}).values():
+            leases += len(held.leases)
+            keys += held.keys
+            nbytes += held.nbytes
+        return LeaseTotals(leases, keys, nbytes)
+
+    @property
+    def count(self) -> int:
+        """Number of active leases."""
+        return sum(self.of(session).leases for session in self.by_session)
+
+    def get(self, lease_id: int) -> Lease | None:
+        """Return the active lease of this id, if there is one."""
+        lease = self.by_id.get(lease_id)
+        return lease if lease is not None and lease.active else None
 
     def find(self, session: int, lease_id: int, namespace: Namespace) -> Lease | None:
         """Return the active lease, if it exists. Raises UnknownLease if it is another session's or namespace's."""
-        lease = self.by_id.get(lease_id)
+        lease = self.get(lease_id)
         if lease is not None and (lease.session != session or lease.namespace is not namespace):
             raise UnknownLease(f"The lease {lease_id} belongs to another session or namespace; choose a new lease id.")
         return lease
@@ -87,10 +104,9 @@ class Leases:
 
         ``pinned_before``: pinned bytes before the lookup.
         """
-        ready, leased = ready_of(found), self.of(lease.session)
+        ready = ready_of(found)
         if is_new and (ready.size or lease.coming):
-            self.by_id[lease.lease_id], self.by_session[lease.session] = lease, leased
-            leased.leases[lease] = lease.namespace.leases[lease] = None
+            self._enter(lease)
         if not ready.size:
             return found
         if is_new:
@@ -103,14 +119,22 @@ class Leases:
         else:
             self._life.return_unpinned(self._blocks.end_lease(fresh))
             self.unpin_some()
-            found = self._cut(lease, leased, found)
+            found = self._cut(lease, found)
             ready = ready_of(found)
             fresh = ready[~np.isin(ready, lease.blocks)]
             newly_leased_bytes = self._blocks.lease(fresh)
-        _add(lease, leased, fresh, newly_leased_bytes)
+        _add(lease, fresh, newly_leased_bytes)
         if not lease.blocks.size and not lease.coming:  # the limit allowed no pin
             self.end_all([lease])
         return found
+
+    def _enter(self, lease: Lease) -> None:
+        namespaces = self.by_session.setdefault(lease.session, {})
+        if (held := namespaces.get(lease.namespace)) is None:
+            held = namespaces[lease.namespace] = lease.namespace.leases[lease.session] = SessionLeases()
+        held.leases[lease], lease.held = None, held
+        self.by_id.pop(lease.lease_id, None)  # one that has ended: the place of its key is by its deadline
+        self.by_id[lease.lease_id] = lease
 
     def _is_within_limit(self, session: int, keys: int, newly_leased_bytes: int, pinned_before: int) -> bool:
         """Return whether a session may keep this many keys that a lookup has just leased."""
@@ -129,11 +153,11 @@ class Leases:
         """Return the equal part of a session among those that have pinned something, or claim it, and itself."""
         now = self._clock()
         # Sessions that only wait for a tier, and have nothing pinned yet, do not count.
-        sharers = {session, *(other for other, leased in self.by_session.items() if leased.nbytes)}
+        sharers = {session, *(other for other in self.by_session if self.of(other).nbytes)}
         sharers.update(other for other, until in self._claims.items() if until > now)
         return self.most_bytes // len(sharers)
 
-    def _cut(self, lease: Lease, leased: SessionLeases, found: list[FoundKeys]) -> list[FoundKeys]:
+    def _cut(self, lease: Lease, found: list[FoundKeys]) -> list[FoundKeys]:
         """Return what was found with as many READY keys as the session may lease besides what the lease has: the first
         of each group, about the same part of each."""
         fresh = [~np.isin(each.ready, lease.blocks) for each in found]
@@ -144,7 +168,7 @@ class Leases:
         nbytes = self._blocks.pages[blocks].astype(np.int64) * PAGE_BYTES
         to_pin = np.cumsum(nbytes * (self._blocks.pins[blocks] == 0))
         to_lease = np.cumsum(nbytes * (self._blocks.leases[blocks] == 0))
-        most, pinned_bytes = self.most_bytes, self._blocks.pinned_bytes
+        most, pinned_bytes, leased = self.most_bytes, self._blocks.pinned_bytes, self.of(lease.session)
         share = max(0, self._share_bytes(lease.session) - leased.nbytes)
         fits = (to_lease <= most - self._blocks.leased_bytes) & (to_pin <= max(0, most - pinned_bytes))
         fits &= (to_lease <= share) | (pinned_bytes + to_pin <= most // 2)
@@ -159,47 +183,68 @@ class Leases:
         """Pin READY blocks that were promoted for a lease, unless it has ended or leases may not pin more."""
         if not lease.active:
             return
-        leased, pinned_before = self.by_session[lease.session], self._blocks.pinned_bytes
+        pinned_before, keys = self._blocks.pinned_bytes, self.of(lease.session).keys
         newly_leased_bytes = self._blocks.lease(blocks)
         exceeds = self._blocks.leased_bytes > self.most_bytes and newly_leased_bytes > 0
         exceeds |= self._blocks.pinned_bytes > max(self.most_bytes, pinned_before)
-        if exceeds or leased.keys + len(blocks) > self._max_keys:
+        if exceeds or keys + len(blocks) > self._max_keys:
             self._life.return_unpinned(self._blocks.end_lease(blocks))
         else:
-            _add(lease, leased, blocks, newly_leased_bytes)
+            _add(lease, blocks, newly_leased_bytes)
 
     # --- ends -----------------------------------------------------------------------------------
 
     def end(self, session: int, lease_ids: Iterable[int]) -> int:
         """End leases of a session; unknown ids are ignored. Returns how many ended."""
-        found = [self.by_id.get(lease_id) for lease_id in dict.fromkeys(lease_ids)]
+        found = [self.get(lease_id) for lease_id in dict.fromkeys(lease_ids)]
         return self.end_all([lease for lease in found if lease is not None and lease.session == session])
 
     def end_session(self, session: int) -> int:
         """End all leases of a closed session. Returns how many."""
         self._claims.pop(session, None)
-        return self.end_all(list(self.of(session).leases))
+        of_session = self.by_session.pop(session, {})
+        for namespace in of_session:
+            del namespace.leases[session]
+        return self._unpin(itertools.chain.from_iterable([held.end() for held in of_session.values()]))
+
+    def end_namespace(self, namespace: Namespace) -> None:
+        """End all leases on its blocks."""
+        of_namespace, namespace.leases = namespace.leases, {}
+        for session in of_namespace:
+            self._forget(session, namespace)
+        self._unpin(itertools.chain.from_iterable([held.end() for held in of_namespace.values()]))
 
     def end_overdue(self) -> int:
         """End leases whose time is over, at most ``ended_at_once``. Returns how many."""
         now = self._clock()
-        overdue = takewhile(lambda lease: lease.deadline <= now, self.by_id.values())
-        return self.end_all(list(islice(overdue, self.ended_at_once)))
+        overdue = itertools.takewhile(lambda lease: lease.deadline <= now, self.by_id.values())
+        return self.end_all([lease for lease in itertools.islice(overdue, self.ended_at_once) if lease.active])
 
     def end_all(self, leases: Sequence[Lease]) -> int:
         """End active leases. Returns how many. If there are many, ``unpin_some`` unpins their blocks later."""
         for lease in leases:
-            del lease.namespace.leases[lease], self.by_id[lease.lease_id]
-            leased = self.by_session[lease.session]
-            del leased.leases[lease]
-            leased.keys -= len(lease.blocks)
-            leased.nbytes -= lease.nbytes
-            if not leased.leases:
-                del self.by_session[lease.session]
-        self._to_unpin.extend(leases)
+            held = lease.held
+            del held.leases[lease]
+            held.keys -= len(lease.blocks)
+            held.nbytes -= lease.nbytes
+            if not held.leases:
+                del lease.namespace.leases[lease.session]
+                self._forget(lease.session, lease.namespace)
+        return self._unpin(leases)
+
+    def _forget(self, session: int, namespace: Namespace) -> None:
+        of_session = self.by_session[session]
+        del of_session[namespace]
+        if not of_session:
+            del self.by_session[session]
+
+    def _unpin(self, ended: Iterable[Lease]) -> int:
+        before = len(self._to_unpin)
+        self._to_unpin.extend(ended)
+        count = len(self._to_unpin) - before
         if len(self._to_unpin) <= self.ended_at_once:
             self.unpin_some()
-        return len(leases)
+        return count
 
     @property
     def has_to_unpin(self) -> bool:
@@ -210,6 +255,8 @@ class Leases:
         """Unpin blocks of some leases that have ended."""
         ended = [self._to_unpin.popleft() for _ in range(min(self.ended_at_once, len(self._to_unpin)))]
         for lease in ended:
+            if self.by_id.get(lease.lease_id) is lease:
+                del self.by_id[lease.lease_id]
             if lease.counts_at_end and lease.blocks.size:
                 lease.namespace.counters.covered_keys += len(lease.blocks)
             if self._life.tiers is not None:
@@ -219,8 +266,8 @@ class Leases:
             self._life.return_unpinned(self._blocks.end_lease(blocks))
 
 
-def _add(lease: Lease, leased: SessionLeases, fresh: BlockIds, newly_leased_bytes: int) -> None:
+def _add(lease: Lease, fresh: BlockIds, newly_leased_bytes: int) -> None:
     lease.blocks = np.concatenate([lease.blocks, fresh]) if lease.blocks.size else fresh
     lease.nbytes += newly_leased_bytes
-    leased.nbytes += newly_leased_bytes
-    leased.keys += len(fresh)
+    lease.held.nbytes += newly_leased_bytes
+    lease.held.keys += len(fresh)

@@ -24,7 +24,7 @@ from kvoffd_proto.events import kv_topic
 from kvoffd_proto.messages import GroupSpec
 
 if TYPE_CHECKING:
-    from kvoffd.cache.tickets import Lease
+    from kvoffd.cache.tickets import SessionLeases
 
 
 UNKNOWN_TOKENS = 512
@@ -195,8 +195,8 @@ class Namespace:
         """Pool bytes of its blocks that hints retain."""
         self.groups: list[Group] = []
         """Groups of its blocks since the last reset, by index; none before it is opened and once it is forgotten."""
-        self.leases: dict[Lease, None] = {}
-        """Active leases on its blocks."""
+        self.leases: dict[int, SessionLeases] = {}
+        """Active leases on its blocks, by session."""
         self.nodes: dict[int, int | None] = {}
         """NUMA node of its slots, by rank."""
         self.shard_bytes: list[tuple[int, ...] | None] = [None] * world_size

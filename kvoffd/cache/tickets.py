@@ -42,6 +42,8 @@ class Lease:
     """Name of the only peer that is asked, as of the last lookup; empty for all."""
     counts_at_end: bool = False
     """Whether its blocks count as covered (loaded or not needed) at its end, as no report will come."""
+    held: SessionLeases = field(default_factory=lambda: SessionLeases())
+    """The active leases of its session in its namespace, of which it is one until its end."""
 
     def ask_again(self) -> None:
         """Begin a lookup that asks stores again for what they have not answered."""
@@ -51,17 +53,31 @@ class Lease:
     @property
     def active(self) -> bool:
         """Whether it is in use: not ended, its namespace not reset. A prefetch never is."""
-        return self in self.namespace.leases
+        return self in self.held.leases
 
 
 @dataclass(slots=True, eq=False)
 class SessionLeases:
-    """Active leases of one session. A block counts once for each lease."""
+    """Active leases of one session in one namespace. A block counts once for each lease."""
 
     leases: dict[Lease, None] = field(default_factory=dict)
     keys: int = 0
     nbytes: int = 0
     """Sum of the leases' ``nbytes``."""
+
+    def end(self) -> Iterable[Lease]:
+        """End all of them. Returns which."""
+        ended, self.leases = self.leases, {}
+        self.keys = self.nbytes = 0
+        return ended
+
+
+class LeaseTotals(NamedTuple):
+    """Sums over a session: number of leases, their keys, and their bytes."""
+
+    leases: int
+    keys: int
+    nbytes: int
 
 
 class StorePart(NamedTuple):

@@ -40,8 +40,8 @@ class Lookups:
         started, cache, most_leases = self._clock(), self._cache, self._limits.max_leases
         namespace, groups = session.namespaces[message.namespace], [(part.group, part.keys) for part in message.groups]
         _check_count(groups, namespace, self._limits.max_keys_per_request)
-        held, is_new = cache.leases.of(session.id), message.lease_id not in cache.leases.by_id
-        if is_new and len(held.leases) >= most_leases:
+        is_new = cache.leases.get(message.lease_id) is None
+        if is_new and cache.leases.of(session.id).leases >= most_leases:
             why = f"The session holds {most_leases} leases, its limit; release some."
             raise KvoffdError(why, ErrorCode.TOO_MANY)
         peer = self._tier_supervisor.peer_at(message.peer) if message.peer else ""
@@ -56,7 +56,7 @@ class Lookups:
             giver=message.giver,
         )
         ttl_ms = wait_ms = asking = 0
-        if (lease := cache.leases.by_id.get(message.lease_id)) is not None:
+        if (lease := cache.leases.get(message.lease_id)) is not None:
             ttl_ms = max(1, round(1000 * (lease.deadline - started)))
             if lease.coming:
                 wait_ms, asking = math.ceil(1000 * lease.wait_s), lease.asking

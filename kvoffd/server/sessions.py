@@ -181,7 +181,7 @@ class SessionTable:
                 uid=one.process.uid,
                 age_seconds=now - one.opened_at,
                 idle_seconds=now - one.last_request_at,
-                leases=len(self._cache.leases.of(one.id).leases),
+                leases=self._cache.leases.of(one.id).leases,
                 jobs=len(self._jobs.of(one)),
                 registrations=len(one.registrations),
                 registered_bytes=sum(size for each in one.registrations.values() for _, size in each.memory.spans),

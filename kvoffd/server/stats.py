@@ -100,7 +100,7 @@ class Statistics:
             health_problems=[s.Problem(cause.reason, cause.sentence) for cause in causes],
             sessions=self.sessions.of_engines,
             ended_sessions=dict(self.sessions.endings),
-            leases=len(cache.leases.by_id),
+            leases=cache.leases.count,
             pinned_blocks=cache.blocks.pinned_blocks,
             requests=self.counts.requests,
             errors=dict(self.counts.errors),

@@ -501,6 +501,9 @@ class CacheMachine(RuleBasedStateMachine):
             if not model.ready and not model.writing and model.idle_since + 60.0 <= now
         ]
         ended = list(iter(self.cache.tick, 0))
+        while self.cache.leases.has_to_unpin:  # a tick looks at as many leases, these among them
+            self.cache.leases.unpin_some()
+            ended += iter(self.cache.tick, 0)
         assert sum(ended) == len(overdue) + len(stale)
         assert max(ended, default=0) <= 2 * self.cache.leases.ended_at_once
         self.end_leases(overdue)

@@ -267,23 +267,28 @@ def check_invariants(cache: Cache) -> None:
     usage = cache.life.usage
     assert usage.free + usage.writing + usage.ready + usage.dropped + usage.quarantined == slots.pool_bytes
     pins: Counter[int] = Counter()
-    held: dict[int, SessionLeases] = {}
-    assert not {*cache.leases.by_id.values()} & {*cache.leases._to_unpin}
+    held: dict[tuple[int, Namespace], SessionLeases] = {}
+    active = [lease for lease in cache.leases.by_id.values() if lease.active]
+    assert not {*active} & {*cache.leases._to_unpin}
+    assert {*cache.leases.by_id.values()} <= {*active, *cache.leases._to_unpin}
     for lease in cache.leases._to_unpin:
         pins.update(lease.blocks.tolist())
-    for lease in cache.leases.by_id.values():
+    for lease in active:
         pins.update(lease.blocks.tolist())
-        one = held.setdefault(lease.session, SessionLeases())
+        one = held.setdefault((lease.session, lease.namespace), SessionLeases())
         one.leases[lease] = None
         one.keys += len(lease.blocks)
         one.nbytes += lease.nbytes
-    assert {session: (one.leases, one.keys, one.nbytes) for session, one in held.items()} == {
-        session: (one.leases, one.keys, one.nbytes) for session, one in cache.leases.by_session.items()
+    assert {where: (one.leases, one.keys, one.nbytes) for where, one in held.items()} == {
+        (session, namespace): (one.leases, one.keys, one.nbytes)
+        for session, namespaces in cache.leases.by_session.items()
+        for namespace, one in namespaces.items()
     }
     for namespace in cache.namespaces.values():
-        assert namespace.leases.keys() == {
-            lease for lease in cache.leases.by_id.values() if lease.namespace is namespace
+        assert namespace.leases == {
+            session: cache.leases.by_session[session][namespace] for session, other in held if other is namespace
         }
+    assert cache.leases.count == len(active)
     assert all(blocks.pins[block] >= count for block, count in pins.items())
     assert {int(block): int(blocks.leases[block]) for block in np.flatnonzero(blocks.leases)} == pins
     assert blocks.leased_bytes == sum(cache.life.group_of(block).block_bytes for block in pins)

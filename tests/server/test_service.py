@@ -278,7 +278,7 @@ def test_leases_that_ended_count_no_more_and_their_ids_are_as_good_as_new_ones()
     bench.ask(scheduler, m.Release(1, [first + 1, first + 2]))
     assert service.cache.blocks.pinned_blocks == 1
     assert [look_up(3), look_up(2), look_up(1)] == [1, 1, ErrorCode.TOO_MANY]
-    assert len(service.cache.leases.of(scheduler.id).leases) == 2
+    assert service.cache.leases.of(scheduler.id).leases == 2
     bench.pool.close()
 
 
