@@ -22,7 +22,7 @@ struct arc {
     uint64_t leaving[2]; /* those in LEAVING that have left ONCE and AGAIN */
     double target; /* wanted number of blocks in ONCE */
     uint64_t offered; /* keys of the latest store */
-    uint64_t before; /* those in LEAVING that were there before it */
+    uint64_t before_offer; /* entries in LEAVING that were there before it */
     uint32_t offers[MAX_OFFERED]; /* each key's ghost, or 0, in the order in which their blocks will be inserted */
     struct slot_index index; /* entries by hash */
     struct entry *entries;
@@ -165,7 +165,7 @@ uint64_t kvoffd_arc_insert(struct arc *x, uint32_t group, const uint8_t *keys, u
             if (x->entries[at].queue == LEAVING)
                 leave(x, at);
             queue = AGAIN;
-            if (x->entries[at].block == blocks[i] && x->entry_of[blocks[i]] == at)
+            if (x->entries[at].block == blocks[i] && x->entry_of[blocks[i]] == at) /* it left only the order */
                 queue = x->entries[at].queue - ONCE_GHOSTS;
             else
                 x->target = learn(x, x->target, x->entries[at].queue, x->counts);
@@ -185,7 +185,7 @@ uint64_t kvoffd_arc_insert(struct arc *x, uint32_t group, const uint8_t *keys, u
     while (x->counts[LEAVING])
         leave(x, x->entries[LEAVING].newer);
     keep_in_bounds(x);
-    x->offered = x->before = 0;
+    x->offered = x->before_offer = 0;
     return count;
 }
 
@@ -213,7 +213,8 @@ void kvoffd_arc_remove(struct arc *x, const uint32_t *blocks, uint64_t count, ui
         put(x, at, LEAVING);
         if (x->counts[LEAVING] > MAX_LEAVING) {
             leave(x, x->entries[LEAVING].newer);
-            x->before -= x->before > 0;
+            if (x->before_offer)
+                x->before_offer--;
         }
     }
 }
@@ -221,7 +222,7 @@ void kvoffd_arc_remove(struct arc *x, const uint32_t *blocks, uint64_t count, ui
 /* Notes the keys of a store before it evicts. Their blocks will be inserted from the last to the first. */
 void kvoffd_arc_offer(struct arc *x, uint32_t group, const uint8_t *keys, uint64_t count, uint64_t key_bytes)
 {
-    x->before = x->counts[LEAVING];
+    x->before_offer = x->counts[LEAVING];
     x->offered = count < MAX_OFFERED ? count : MAX_OFFERED;
     for (uint64_t i = 0; i < x->offered; i++) {
         uint64_t *place = place_of(x, hash_of(&x->index, group, keys + (count - 1 - i) * key_bytes, key_bytes));
@@ -278,8 +279,9 @@ static int come(struct course *c, uint32_t ghost)
     return queue == AGAIN_GHOSTS;
 }
 
-/* Writes up to `most` blocks in the order in which they go, one for each block that comes, as in the paper: first for
- * those of the latest store, then for blocks without ghosts. Returns how many. */
+/* Writes up to `most` blocks in the order in which they go, one for each block that comes, as in the paper. Returns how
+ * many. Blocks come in this order: those for which the first `before_offer` in LEAVING went, without ghosts; those of
+ * the latest store's keys; others, without ghosts. What is in LEAVING went for the first of these. */
 uint64_t kvoffd_arc_candidates(const struct arc *x, uint32_t *blocks, uint64_t most)
 {
     struct course c = {.x = x, .target = x->target};
@@ -293,7 +295,8 @@ uint64_t kvoffd_arc_candidates(const struct arc *x, uint32_t *blocks, uint64_t m
     counts[ONCE] += x->leaving[ONCE];
     counts[AGAIN] += x->leaving[AGAIN];
     for (uint64_t number = 0; found < most; number++) {
-        uint64_t used = number < x->before ? 0 : number - x->before + 1;
+        /* Keys of the latest store that have come with this block; more if others come. */
+        uint64_t used = number < x->before_offer ? 0 : number - x->before_offer + 1;
         uint64_t once = counts[ONCE];
         int was_again = come(&c, used && used <= x->offered ? c.offers[used - 1] : 0);
         uint32_t from;
@@ -309,7 +312,7 @@ uint64_t kvoffd_arc_candidates(const struct arc *x, uint32_t *blocks, uint64_t m
         }
         counts[from]--;
         counts[from + ONCE_GHOSTS]++;
-        if (used > x->offered)
+        if (used > x->offered) /* no ghost matters any more */
             continue;
         while (counts[ONCE_GHOSTS] && counts[ONCE] + counts[ONCE_GHOSTS] > x->capacity)
             forget_oldest(&c, ONCE_GHOSTS, used);

@@ -1,6 +1,6 @@
 """The life of a block: each change of its state, which C counts, and which is reported to policy and listener.
 
-Tiers hear of READY blocks and of evictions. Who drops keys calls ``TierHooks.remove`` himself.
+Tiers hear of READY blocks and of evictions. Who drops keys calls ``TierHooks.remove`` too.
 
 ::
 
@@ -66,6 +66,7 @@ from kvoffd.cache.block_table import (
     BlockTable,
     FoundKeys,
     Offsets,
+    select_keys,
 )
 from kvoffd.cache.hints import HintedOrder
 from kvoffd.cache.hooks import NO_TOKENS, BlockTokens, CacheListener, TierHooks
@@ -76,8 +77,8 @@ from kvoffd.pool.allocator import SlotAllocator, SlotIds
 
 RECOVERED_AT_ONCE = 4096
 """Recovered blocks entered together, by group. Small, so that the order of use stays about right."""
-NEVER_LEFT = MissReason.UNKNOWN, MissReason.FORGOTTEN
-"""Reasons of keys of which no other is known."""
+NO_REASON = MissReason.UNKNOWN, MissReason.FORGOTTEN
+"""Entries of keys whose reason is not known."""
 
 
 class BlockLife:
@@ -115,7 +116,7 @@ class BlockLife:
         self._bytes_in = blocks.by_state.bytes
         """Bytes of all blocks by state, including those of forgotten namespaces."""
         self._sole_of: dict[int, int] = {}
-        """WRITING blocks to which only stores with this ``sole`` number add shards; to others, stores without one."""
+        """WRITING blocks that a store with a ``sole`` number began, and the number; see ``set_sole``."""
         self._to_announce = NO_BLOCKS
 
     @property
@@ -132,7 +133,7 @@ class BlockLife:
     def make(self, group: Group, keys: bytes, count: int) -> npt.NDArray[np.uint32]:
         """Make WRITING blocks for the first ``count`` keys, which have none, or as many as free slots allow. Returns
         their slots, [blocks, ranks]."""
-        return self.blocks.take(self.slots, group, keys, count)
+        return self.blocks.make(self.slots, group, keys, count)
 
     def replace(self, group: Group, victims: BlockIds, keys: bytes) -> npt.NDArray[np.uint32]:
         """Evict READY, unpinned blocks of a group, and make WRITING ones for the keys in their slots. Returns these
@@ -146,27 +147,30 @@ class BlockLife:
 
     def begin_writes(self, blocks: BlockIds, rank: int) -> tuple[SlotIds, Offsets]:
         """Mark a rank's shards of WRITING blocks as being written. Returns their slots and pool offsets."""
-        found = self.blocks.begin_writes(self.slots, blocks, rank)
         self._pop_all(self.partial, blocks)
-        return found
+        return self.blocks.begin_writes(self.slots, blocks, rank)
 
     def begin_all_writes(self, slots: npt.NDArray[np.uint32]) -> None:
         """Mark all shards of new blocks, whose slots these are, as being written."""
         self.blocks.shard[slots] = WRITING_SHARD
 
     def set_sole(self, blocks: BlockIds, sole: int) -> None:
-        """Let only stores with this ``sole`` number add shards to new blocks."""
+        """Let only stores with this number add shards to new blocks.
+
+        Stores of several ranks that belong together have the same ``sole`` number: a block that they begin has shards
+        of these alone, or does not become READY. A block of stores with the number 0 has a shard of any of them.
+        """
         self._sole_of |= dict.fromkeys(blocks.tolist(), sole)
 
     def unjoinable(self, blocks: BlockIds, sole: int) -> list[int]:
-        """Return those of the WRITING blocks that get no shard of a store with this ``sole`` number, or 0."""
-        if not (sole or self._sole_of):
+        """Return those of the WRITING blocks to which a store with this ``sole`` number may not add a shard."""
+        if not (sole or self._sole_of):  # all have 0
             return []
         return [block for block in blocks.tolist() if self._sole_of.get(block, 0) != sole]
 
     def abandoned_by_others(self, blocks: BlockIds, sole: int, until: float) -> list[int]:
-        """Return those of some blocks that a store with another ``sole`` number began, and that nobody has been writing
-        since ``until`` or longer."""
+        """Return those of some blocks that have the number of another store than ``sole``, and that nobody has been
+        writing since ``until`` or longer."""
         if not self._sole_of:
             return []
         others = dict.fromkeys(block for block in blocks.tolist() if self._sole_of.get(block, sole) != sole)
@@ -213,7 +217,7 @@ class BlockLife:
             return
         self.blocks.shard[slots] = UNWRITTEN
         writing = blocks[self.blocks.state[blocks] == WRITING]
-        if writing.size and not group.retired:
+        if writing.size and not group.retired:  # those of a retired group wait for ``sweep``
             every = self.blocks.shard[self.blocks.slots(writing, len(group.sizes))] & SHARD_STATE
             unused = (every == UNWRITTEN).all(axis=1)
             self._mark_partial(group, writing[~unused])
@@ -221,7 +225,7 @@ class BlockLife:
         self._return_dropped(blocks[self.blocks.state[blocks] == DROPPED])
 
     def _mark_partial(self, group: Group, blocks: BlockIds) -> None:
-        """Mark the blocks that nobody is writing as partial."""
+        """Mark those of the blocks that nobody is writing as partial."""
         shards, now = self.blocks.shard[self.blocks.slots(blocks, len(group.sizes))] & SHARD_STATE, self._clock()
         self.partial |= dict.fromkeys(blocks[(shards != WRITING_SHARD).all(axis=1)].tolist(), now)
 
@@ -306,42 +310,6 @@ class BlockLife:
                 break
         return taken
 
-    def record_unswept(self, group: Group, keys: bytes) -> None:
-        """Record which of these keys a reset took from a group, as ``sweep`` does when it reaches their blocks."""
-        for number in self.unswept.keys() & group.unswept:
-            states, _ = self.blocks.find(self.unswept[number], keys)
-            gone = np.flatnonzero(np.frombuffer(states, np.uint8) != FREE)
-            self._record_reset(group, select_keys(keys, gone, group.key_bytes))
-
-    def _record_reset(self, group: Group, keys: bytes) -> None:
-        """Record that a reset took keys from a predecessor of a group, except where a later reason is known."""
-        never = np.isin(np.frombuffer(self.blocks.miss_reasons(group, keys), np.uint8), NEVER_LEFT)
-        self.blocks.record_misses(
-            group, select_keys(keys, np.flatnonzero(never), group.key_bytes), MissReason.INVALIDATED
-        )
-
-    def reasons_of(self, group: Group, keys: bytes) -> bytes:
-        """Return the ``MissReason`` of each key when it was last missing, if known; it may have been stored since."""
-        self.record_unswept(group, keys)
-        return self._reasons_since_reset(group, keys, self.blocks.miss_reasons(group, keys))
-
-    def since_reset(self, group: Group, keys: bytes, found: FoundKeys) -> FoundKeys:
-        """Return a lookup's result with the reasons of keys that are only known from before a reset."""
-        if not group.predecessors:
-            return found
-        return found._replace(reasons=self._reasons_since_reset(group, keys, found.reasons))
-
-    def _reasons_since_reset(self, group: Group, keys: bytes, reasons: bytes) -> bytes:
-        """Return the reasons of keys, which is INVALIDATED for those that are only known from before a reset."""
-        if set(NEVER_LEFT).isdisjoint(reasons):
-            return reasons
-        for predecessor in group.predecessors:
-            reasons_before = self.blocks.miss_reasons(predecessor, keys)
-            now, before = (np.frombuffer(each, np.uint8) for each in (reasons, reasons_before))
-            dropped = np.isin(now, NEVER_LEFT) & ~np.isin(before, NEVER_LEFT)
-            reasons = np.where(dropped, np.uint8(MissReason.INVALIDATED), now).tobytes()
-        return reasons
-
     def unpin(self, blocks: BlockIds) -> None:
         """Undo ``BlockTable.pin``."""
         self.return_unpinned(self.blocks.unpin(blocks))
@@ -397,6 +365,48 @@ class BlockLife:
         self.quarantined_bytes += int(self.slots.slot_bytes[slots // self.slots.slots_per_region].sum())
         self.blocks.group[slots] = 0
 
+    # --- keys that a reset took ------------------------------------------------------------------
+    #
+    # Why a key left is remembered by its group's number, and a reset gives a namespace groups with other numbers. A key
+    # that the new group does not know is INVALIDATED in two cases. It left before the reset, for any reason: then a
+    # predecessor of the group knows it. Or its block was in the index at the reset: then ``sweep`` records that for the
+    # new group when it takes the block out, and ``record_unswept`` does for keys that are asked for before.
+
+    def reasons_of(self, group: Group, keys: bytes) -> bytes:
+        """Return the ``MissReason`` of each key when it was last missing, if known; it may have been stored since."""
+        self.record_unswept(group, keys)
+        return self._reasons_since_reset(group, keys, self.blocks.miss_reasons(group, keys))
+
+    def record_unswept(self, group: Group, keys: bytes) -> None:
+        """Record which of these keys a reset took from a group, as ``sweep`` does when it reaches their blocks."""
+        for number in self.unswept.keys() & group.unswept:
+            states, _ = self.blocks.find(self.unswept[number], keys)
+            gone = np.flatnonzero(np.frombuffer(states, np.uint8) != FREE)
+            self._record_reset(group, select_keys(keys, gone, group.key_bytes))
+
+    def _record_reset(self, group: Group, keys: bytes) -> None:
+        """Record that a reset took keys from a predecessor of a group, except where a later reason is known."""
+        unknown = np.isin(np.frombuffer(self.blocks.miss_reasons(group, keys), np.uint8), NO_REASON)
+        taken = select_keys(keys, np.flatnonzero(unknown), group.key_bytes)
+        self.blocks.record_misses(group, taken, MissReason.INVALIDATED)
+
+    def since_reset(self, group: Group, keys: bytes, found: FoundKeys) -> FoundKeys:
+        """Return a lookup's result with INVALIDATED for absent keys that only predecessors of the group know."""
+        if not group.predecessors:
+            return found
+        return found._replace(reasons=self._reasons_since_reset(group, keys, found.reasons))
+
+    def _reasons_since_reset(self, group: Group, keys: bytes, reasons: bytes) -> bytes:
+        """Return the reasons of keys, with INVALIDATED for those that only predecessors of the group know."""
+        if set(NO_REASON).isdisjoint(reasons):
+            return reasons
+        for predecessor in group.predecessors:
+            reasons_before = self.blocks.miss_reasons(predecessor, keys)
+            now, before = (np.frombuffer(each, np.uint8) for each in (reasons, reasons_before))
+            dropped = np.isin(now, NO_REASON) & ~np.isin(before, NO_REASON)
+            reasons = np.where(dropped, np.uint8(MissReason.INVALIDATED), now).tobytes()
+        return reasons
+
     # --- bytes ----------------------------------------------------------------------------------
 
     def set_checksum(self, slot: int, checksum: int) -> None:
@@ -419,10 +429,3 @@ class BlockLife:
         if table:
             for block in blocks.tolist():
                 table.pop(block, None)
-
-
-def select_keys(keys: bytes, indices: Sequence[int] | npt.NDArray[np.intp], size: int) -> bytes:
-    """Return the keys at these ascending indices, concatenated; consecutive ones, which are common, are one slice."""
-    if len(indices) and indices[-1] - indices[0] == len(indices) - 1:
-        return keys[indices[0] * size : (indices[-1] + 1) * size]
-    return np.frombuffer(keys, np.dtype((np.void, size)))[indices].tobytes()

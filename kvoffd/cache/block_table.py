@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvoffd.pool.allocator import SlotAllocator, SlotIds
-from kvoffd.pool.slot_table import BAD_RECORD
+from kvoffd.pool.slot_table import BAD_RECORD, MAX_KEY_BYTES
 from kvoffd.system.native import (
     CHAR_P,
     COUNT,
@@ -45,7 +45,7 @@ declare(
     blocks_find=(None, VOID_P, *KEYS),
     blocks_lookup=(None, VOID_P, *KEYS, NUMBER),
     blocks_judge=(COUNT, VOID_P, *KEYS, NUMBER, VOID_P),
-    blocks_take=(COUNT, VOID_P, VOID_P, CHAR_P, CHAR_P, NUMBER),
+    blocks_make=(COUNT, VOID_P, VOID_P, CHAR_P, CHAR_P, NUMBER),
     blocks_replace=(COUNT, VOID_P, CHAR_P, *ITEMS, CHAR_P, NUMBER),
     blocks_begin_writes=(None, VOID_P, VOID_P, *ITEMS, NUMBER),
     blocks_begin_load=(INT, VOID_P, VOID_P, *KEYS, NUMBER, NUMBER),
@@ -129,10 +129,10 @@ class FoundKeys(NamedTuple):
         """Return this with fewer READY keys: of the ``fresh`` ones only the first ``most``. The others are absent, for
         this reason."""
         states, kept = np.frombuffer(self.states, np.uint8).copy(), ~fresh
-        kept[np.flatnonzero(fresh)[:most]] = True
+        kept[np.flatnonzero(fresh)[:most]] = True  # those that are not fresh, and the first fresh ones
         reasons, beyond = np.frombuffer(self.reasons, np.uint8).copy(), np.flatnonzero(states == READY)[~kept]
         states[beyond], reasons[beyond] = FREE, reason
-        prefix = min(self.ready_prefix, int(np.append(kept, False).argmin()))
+        prefix = min(self.ready_prefix, leading(kept))
         ready, packed_states, packed_reasons = self.ready[kept], states.tobytes(), reasons.tobytes()
         return self._replace(states=packed_states, ready=ready, ready_prefix=prefix, reasons=packed_reasons)
 
@@ -214,13 +214,16 @@ class BlockTable(Structure):
         self._grow(512)
 
     def _grow(self, count: int) -> int:
-        """Make the buffers hold this many numbers, and as many keys. Returns how many."""
+        """Make the buffers hold the largest result for this many keys or slots. Returns their number.
+
+        For each that is two numbers (``begin_load``), a key of MAX_KEY_BYTES, or a state and a reason, and an offset.
+        """
         if count > self._capacity:
-            # Twice as many, because later calls are likely to need as many.
-            buffers = np.empty(4 * count, np.uint32), np.empty(128 * count, np.uint8), np.empty(2 * count, np.uint64)
+            most = 2 * count  # later calls are likely to need more
+            buffers = np.empty(2 * most, np.uint32), np.empty(MAX_KEY_BYTES * most, np.uint8), np.empty(most, np.uint64)
             self._numbers, self._bytes, self._offsets = buffers  # all, or none if one allocation fails
             self.at_numbers, self.at_bytes, self.at_offsets = (one.ctypes.data for one in buffers)
-            self._capacity = 2 * count
+            self._capacity = most
         return count
 
     @property
@@ -262,7 +265,7 @@ class BlockTable(Structure):
             raise MemoryError
         return self._bytes[:count].tobytes(), self._numbers[:count].copy()
 
-    def take(self, slots: SlotAllocator, group: Group, keys: bytes, count: int) -> npt.NDArray[np.uint32]:
+    def make(self, slots: SlotAllocator, group: Group, keys: bytes, count: int) -> npt.NDArray[np.uint32]:
         """Make WRITING blocks of a group for the first ``count`` keys, which have none, or as many as free slots allow.
 
         Returns their slots, [blocks, ranks]. All shards are still to be written.
@@ -270,9 +273,9 @@ class BlockTable(Structure):
         assert 0 <= count * group.key_bytes <= len(keys)
         ranks = len(group.sizes)
         self._grow(count * ranks)
-        taken = self._native.blocks_take(self.address, slots.address, group.packed, keys, count)
-        assert taken != NO_BLOCK, "a key has a block"
-        return self._numbers[: taken * ranks].reshape(taken, ranks).copy()
+        made = self._native.blocks_make(self.address, slots.address, group.packed, keys, count)
+        assert made != NO_BLOCK, "a key has a block"
+        return self._numbers[: made * ranks].reshape(made, ranks).copy()
 
     def replace(self, group: Group, blocks: BlockIds, keys: bytes, reason: int) -> tuple[npt.NDArray[np.uint32], bytes]:
         """``drop`` blocks of a group that are not in use, and make new blocks for the first keys in their slots.
@@ -302,8 +305,8 @@ class BlockTable(Structure):
         if not self._native.blocks_begin_load(self.address, slots.address, *offered):
             lacking: list[int] = np.flatnonzero(self._bytes[:count] == 0).tolist()
             return lacking
-        blocks, its_slots = self._numbers[: 2 * count].reshape(2, count).copy()
-        return blocks, its_slots, self._offsets[:count].copy()
+        blocks, of_rank = self._numbers[: 2 * count].reshape(2, count).copy()
+        return blocks, of_rank, self._offsets[:count].copy()
 
     def publish(
         self,
@@ -407,15 +410,15 @@ class BlockTable(Structure):
         slots, corrupt = self._counts
         return self._numbers[:slots].copy(), corrupt
 
-    def group_of(self, blocks: BlockIds, *, unpinned: bool = False) -> int:
-        """Return the group number of all blocks; 0 if they have none in common, or ``unpinned`` and one is pinned."""
+    def common_group(self, blocks: BlockIds, *, unpinned: bool = False) -> int:
+        """Return the group number that all blocks have; 0 if they differ, or if one is pinned and ``unpinned``."""
         return int(self._native.blocks_common_group(self.address, packed(blocks), len(blocks), unpinned))
 
     def by_group(self, blocks: BlockIds) -> list[tuple[Group, BlockIds]]:
         """Group blocks, which have slots, by their group; each keeps its order."""
         if not blocks.size:
             return []
-        if only := self.group_of(blocks):
+        if only := self.common_group(blocks):
             return [(self.groups[only], blocks)]
         numbers = self.group[blocks]
         return [(self.groups[number], blocks[numbers == number]) for number in sorted(set(numbers.tolist()))]
@@ -449,7 +452,7 @@ class BlockTable(Structure):
             found[:, rank] = self.next[found[:, rank - 1]]
         return found
 
-    def first_slots(self, slots: SlotIds) -> BlockIds:
+    def blocks_of(self, slots: SlotIds) -> BlockIds:
         """Return the blocks that slots belong to. A free or quarantined slot stands for itself."""
         slots = slots.copy()
         while (inside := (self.state[slots] == NOT_FIRST) & (self.group[slots] != 0)).any():
@@ -477,6 +480,18 @@ class BlockTable(Structure):
         count = self._grow(len(keys) // group.key_bytes)
         self._native.blocks_reasons(self.address, group.number, keys, count, group.key_bytes)
         return self._bytes[:count].tobytes()
+
+
+def select_keys(keys: bytes, indices: Sequence[int] | npt.NDArray[np.intp], size: int) -> bytes:
+    """Return the keys at these ascending indices, concatenated; consecutive ones, which are common, are one slice."""
+    if len(indices) and indices[-1] - indices[0] == len(indices) - 1:
+        return keys[indices[0] * size : (indices[-1] + 1) * size]
+    return np.frombuffer(keys, np.dtype((np.void, size)))[indices].tobytes()
+
+
+def leading(flags: npt.NDArray[np.bool_]) -> int:
+    """Return how many flags are True before the first that is False."""
+    return int(np.append(flags, False).argmin())
 
 
 def packed(numbers: npt.NDArray[np.uint32]) -> bytes:

@@ -254,7 +254,7 @@ uint64_t kvoffd_blocks_oldest(struct blocks *x, const struct block_group *g, uin
 }
 
 /* Makes blocks of free slots, [count][ranks], for absent keys: their records name the namespace and its group, and all
- * shards are still to be written. Returns how many: fewer if a key is present. */
+ * shards are still to be written. Returns how many: fewer if a key is present, or a slot is not free. */
 static uint64_t enter(struct blocks *x, const struct block_group *g, const uint32_t *slots, uint64_t count,
                       const uint8_t *keys)
 {
@@ -292,7 +292,7 @@ static uint64_t enter(struct blocks *x, const struct block_group *g, const uint3
 /* Makes blocks for up to `count` absent keys in free slots, preferably on each rank's node. If one rank gets no slot
  * because other slot sizes have taken the free regions, tries half as many. Finds the slots, [blocks][ranks], and
  * returns how many blocks; NONE if a key is present. */
-uint64_t kvoffd_blocks_take(struct blocks *x, struct slots *slots, const struct block_group *g, const uint8_t *keys,
+uint64_t kvoffd_blocks_make(struct blocks *x, struct slots *slots, const struct block_group *g, const uint8_t *keys,
                             uint64_t count)
 {
     uint64_t found[MAX_RANKS], least, first;
@@ -382,9 +382,9 @@ void kvoffd_blocks_begin_writes(struct blocks *x, const struct slots *slots, con
     }
 }
 
-/* Finds and pins the blocks for a load by a rank, then the rank's slots, and their pool offsets. Finds for each key
- * whether the rank can read it from its beginning, the first key from `first_block`; returns whether all are
- * readable, and pins nothing if not. */
+/* Begins a load by a rank. Finds for each key whether the rank can read it from its beginning, the first key from
+ * `first_block`. Finds the blocks, behind these the rank's slots of them, and their pool offsets. Pins the blocks if
+ * all keys are readable, and returns whether they are. */
 int kvoffd_blocks_begin_load(struct blocks *x, const struct slots *slots, uint32_t group, const uint8_t *keys,
                              uint64_t count, uint64_t key_bytes, uint32_t rank, uint32_t first_block)
 {
@@ -662,7 +662,7 @@ static int choose_region(struct choice *c, int met_only)
     for (uint64_t i = 0; i < slots_in(slots, best, slots->slot_bytes[best]); i++)
         if (slots->in_use[best * slots->slots_per_region + i])
             choose(c, block_of(c->x, best * slots->slots_per_region + i));
-    for (uint64_t i = 1; i < c->sizes; i++)
+    for (uint64_t i = 1; i < c->sizes; i++) /* a free region gets slots of one size: of that which lacks most */
         most = c->size[i].lacking > c->size[most].lacking ? i : most;
     c->size[most].lacking -= slots_in(slots, best, c->size[most].bytes);
     return 1;
@@ -696,10 +696,10 @@ uint64_t kvoffd_blocks_choose_victims(struct blocks *x, const struct slots *slot
         if (x->missing[order[seen]] || choose_useful(&c, order[seen]))
             continue;
         skip(&c, order[seen]);
-        if (!patience) /* until as much was skipped as the first region holds */
+        if (!patience) /* pages to skip before a region goes: those that the first region met holds */
             patience = used_in(slots, c.regions[0]) * slots->slot_bytes[c.regions[0]] / PAGE;
         if (c.passed_pages >= patience && !choose_region(&c, 0))
-            patience = 2 * c.passed_pages;
+            patience = 2 * c.passed_pages; /* no region can go: looking again after each block would take long */
     }
     if (last && lacks(&c) && c.passed_pages) /* too little was skipped to cost any other block */
         choose_region(&c, 1);

@@ -3,8 +3,7 @@
 
 #include <stdint.h>
 
-enum { FOUND = 255 }; /* of block_table.py */
-enum { NEAR = 8 };    /* places in which a key may be; computing.py has the same */
+enum { NEAR = 8 }; /* places in which a key may be; computing.py has the same */
 
 struct lacked {
     uint64_t hash; /* 0 if the place is free */
@@ -45,7 +44,7 @@ void kvoffd_computing_asked(struct computing *x, uint64_t group, const uint8_t *
         uint64_t hash;
         struct lacked *one;
 
-        if (reasons[i] == FOUND || reasons[i] > 63 || !(replaced >> reasons[i] & 1))
+        if (reasons[i] > 63 || !(replaced >> reasons[i] & 1)) /* over 63: FOUND and others of block_table.py */
             continue;
         one = place_of(x, group, keys + i * key_bytes, key_bytes, &hash);
         if (one->hash != hash || now_s - one->at_s >= most_s)

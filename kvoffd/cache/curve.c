@@ -6,9 +6,9 @@
  * within pieces, which may hide only a small part of a prompt. A piece is identified by its first key, and has the keys
  * of its last use. It is a hit once an engine has offered its last key for storing: what others compute at the same time
  * is not found at any size. The key's hash decides whether the piece is sampled, always or never; each sampled piece
- * represents `scale` pieces. The first pieces of chains have a sample of their own with a higher rate, because one with which all
- * prompts begin may be a large part of all uses. The list is divided into segments, one between each two sizes, so that
- * a use costs one step per segment and no search.
+ * represents `scale` pieces. The first pieces of chains have a sample of their own with a higher rate, because one with
+ * which all prompts begin may be a large part of all uses. The list is divided into segments, one between each two
+ * sizes, so that a use costs one step per segment and no search.
  *
  * Source of hash sampling with a bounded sample: C. Waldspurger et al., "Efficient MRC Construction with SHARDS", FAST
  * 2015.
@@ -30,8 +30,8 @@ static const uint32_t begin[KINDS + 1] = {1, PIECES / 4, PIECES / 2, PIECES};
 /* Limits for one request: pieces of each kind that a sweep examines, and moves to the next segment in addition to those
  * that its own pieces cause. */
 enum { SWEPT = 256, MOVED = 4096 };
-/* Last stored keys that are remembered, as reports of prompts may come after their stores; and pieces whose last key was
- * not stored yet. One that gets the place of another counts as stored. */
+/* Last stored keys that are remembered, as reports of prompts may come after their stores; and pieces that wait for the
+ * store of their last key. If one gets the place of another, that counts as stored. */
 enum { STORED = 32768, WAITING = 4096 };
 
 struct piece {
@@ -80,7 +80,7 @@ struct curve {
     uint64_t seed[2];
     struct use *uses;
     uint64_t *seen; /* hash table of the request's pieces; 0 if empty */
-    uint64_t room; /* number of `uses`, a power of two; `seen` has twice as many */
+    uint64_t capacity; /* number of `uses`, a power of two; `seen` has twice as many */
     uint64_t stored[STORED]; /* hashes of keys that were stored recently, by their low bits */
     struct waiting waiting[WAITING]; /* by the low bits of `last` */
     uint32_t buckets[BUCKETS];
@@ -224,7 +224,7 @@ static uint32_t new_place(struct curve *c, int kind, uint64_t hash)
     return at;
 }
 
-/* Makes a waiting piece readable, unless its place was given to another one or its last key has changed. */
+/* Ends the wait of a piece: all its keys count as stored, unless its place or last key has changed since. */
 static void end_wait(struct curve *c, struct waiting *wait)
 {
     struct piece *piece = &c->pieces[wait->at];
@@ -234,7 +234,7 @@ static void end_wait(struct curve *c, struct waiting *wait)
     wait->at = NONE;
 }
 
-/* Counts a piece's last key as stored once it is. */
+/* Has a piece wait until its last key is stored, if it was not stored recently. */
 static void await_store(struct curve *c, uint32_t at)
 {
     struct piece *piece = &c->pieces[at];
@@ -244,7 +244,7 @@ static void await_store(struct curve *c, uint32_t at)
         piece->readable = piece->keys;
         return;
     }
-    if (wait->last != piece->last || wait->at != at)
+    if (wait->last != piece->last || wait->at != at) /* of another piece */
         end_wait(c, wait);
     *wait = (struct waiting){.last = piece->last, .at = at};
 }
@@ -293,21 +293,39 @@ static void use(struct curve *c, const struct use *used, uint64_t bytes)
 /* Makes `uses` and `seen` hold this many pieces; returns whether there was enough memory. */
 static int grow(struct curve *c, uint64_t pieces)
 {
-    uint64_t room = 64, each = sizeof *c->uses + 2 * sizeof *c->seen;
+    uint64_t capacity = 64, each = sizeof *c->uses + 2 * sizeof *c->seen;
 
-    if (pieces <= c->room)
+    if (pieces <= c->capacity)
         return 1;
-    while (room < pieces)
-        room *= 2;
-    void *made = malloc(room * each);
+    while (capacity < pieces)
+        capacity *= 2;
+    void *made = malloc(capacity * each);
     if (!made)
         return 0;
     free(c->uses);
     c->uses = made;
-    c->seen = (uint64_t *)(c->uses + room);
-    c->nbytes += (room - c->room) * each;
-    c->room = room;
+    c->seen = (uint64_t *)(c->uses + capacity);
+    c->nbytes += (capacity - c->capacity) * each;
+    c->capacity = capacity;
     return 1;
+}
+
+/* Returns how many of a piece's keys a pool that has the piece would find: of its last use, those that were stored. If its
+ * last key is another one than then, two pieces share their beginning: half of it, on average. `findable`: keys before the
+ * first that no pool would have. `key`: the piece's first. */
+static double keys_there(const struct curve *c, const struct piece *known, const struct use *now, uint64_t findable,
+                         uint64_t group, const uint8_t *key, uint64_t key_bytes)
+{
+    double there = now->keys;
+
+    if (known->keys < now->keys) {
+        uint64_t then_last = hash_of(c, group, key + (known->keys - 1) * key_bytes, key_bytes);
+        there = known->last == then_last ? known->keys : known->keys / 2.0;
+    } else if (known->keys == now->keys && known->last != now->last)
+        there = now->keys / 2.0;
+    if (there > known->readable)
+        there = known->readable;
+    return there < findable ? there : findable;
 }
 
 /* Counts one chain of a request: `count` keys of `key_bytes`, whose blocks have `bytes` and `tokens`. The request found
@@ -318,7 +336,8 @@ void kvoffd_curve_asked(struct curve *c, struct counts *counts, uint64_t group, 
                         uint64_t findable)
 {
     uint64_t per = tokens > 1 && tokens < PIECE_TOKENS ? PIECE_TOKENS / tokens : 1; /* most keys of a piece */
-    uint64_t used = 0, n = 1, pieces = MAX_SMALL + 2 * count / per, mask;
+    uint64_t readable = ready_prefix > own ? ready_prefix : own;
+    uint64_t used = 0, n = 1 /* keys of this piece */, pieces = MAX_SMALL + 2 * count / per, mask;
 
     counts->found += (ready_prefix > own ? ready_prefix - own : 0) * tokens;
     if (pieces > count)
@@ -336,10 +355,8 @@ void kvoffd_curve_asked(struct curve *c, struct counts *counts, uint64_t group, 
 
         while (2 * longest <= per && PARTS * longest <= first)
             longest *= 2;
-        uint64_t found = ready_prefix > own ? ready_prefix : own;
-
         one.keys = n = longest < count - first ? longest : count - first;
-        one.readable = found <= first ? 0 : found - first < n ? found - first : n;
+        one.readable = readable <= first ? 0 : readable - first < n ? readable - first : n;
         one.kind = first < per ? FIRST : first < NEXT_PIECES * per ? NEXT : REST;
         uint64_t place = one.hash & mask;
         while (c->seen[place] && c->seen[place] != one.hash)
@@ -355,16 +372,7 @@ void kvoffd_curve_asked(struct curve *c, struct counts *counts, uint64_t group, 
         counts->sampled[one.kind] += tokens * not_own * scale(c->halvings[one.kind]);
         if ((at = find(c, one.hash)) != NONE) {
             const struct piece *known = &c->pieces[at];
-            if (known->keys < n) /* it has grown, or is another piece that shares its beginning */
-                there = known->last == hash_of(c, group, key + (known->keys - 1) * key_bytes, key_bytes)
-                            ? known->keys
-                            : known->keys / 2.0;
-            else
-                there = known->keys == n && known->last != one.last ? n / 2.0 : n;
-            if (there > known->readable)
-                there = known->readable;
-            if (findable < first + n && there > (findable > first ? findable - first : 0))
-                there = findable > first ? findable - first : 0;
+            there = keys_there(c, known, &one, findable > first ? findable - first : 0, group, key, key_bytes);
             there -= n - not_own;
             counts->hits[one.kind][known->segment] += tokens * (there > 0 ? there : 0) * scale(c->halvings[one.kind]);
         }

@@ -42,11 +42,12 @@ class Integrity:
             return True
         if not record["checksum"]:
             self._life.set_checksum(slot, checksum)
-        else:
-            self.checked_slots += 1
-            self.checked_bytes += int(record["length"])
-            if shard & CORRUPT:
-                return False
+            self._life.mark_verified(slot)
+            return True
+        self.checked_slots += 1
+        self.checked_bytes += int(record["length"])
+        if shard & CORRUPT:
+            return False
         if record["checksum"] == checksum:
             self._life.mark_verified(slot)
             return True
@@ -56,8 +57,8 @@ class Integrity:
         return False
 
     def _drop(self, slot: int) -> None:
-        """Drop the block that a corrupt slot belongs to, unless it is, and its copies in the tiers."""
-        block, group = self._blocks.first_slots(np.array([slot], np.uint32)), self._life.group_of(slot)
+        """Drop the block that a corrupt slot belongs to, if it is not dropped yet, and its copies in the tiers."""
+        block, group = self._blocks.blocks_of(np.array([slot], np.uint32)), self._life.group_of(slot)
         packed_key = self._blocks.keys(block, group.key_bytes)
         if self._blocks.state[block[0]] != DROPPED:
             self._life.drop(block, MissReason.CORRUPT)
@@ -92,7 +93,7 @@ class Integrity:
         """Return up to ``limit`` slots that an earlier daemon wrote and nobody has compared, or whose checksum is still
         to be computed. They come again unless they are checked."""
         passes, slots = 0, len(self._blocks.shard)
-        while self._blocks.unverified_slots and passes < 2:
+        while self._blocks.unverified_slots and passes < 2:  # the rest of a pass, then a whole one
             begin, end = self._scanned_to, min(self._scanned_to + LOOKED_AT_ONCE, slots)
             shards = self._blocks.shard[begin:end]
             found = np.flatnonzero((shards & UNVERIFIED != 0) & (shards & SHARD_STATE == WRITTEN))[:limit] + begin

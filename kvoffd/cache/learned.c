@@ -42,7 +42,7 @@ struct span {
 /* A span's keys. */
 struct keys {
     uint32_t base, capacity; /* place of the first key, and number of keys */
-    uint64_t hashes[]; /* followed by the handles of their blocks, 0 for none */
+    uint64_t hashes[]; /* followed by the handles of their blocks: a block's number plus 1, 0 for none */
 };
 
 /* Location of a key. */
@@ -64,7 +64,7 @@ struct known {
     uint64_t known_bytes; /* bytes that blocks of all known keys have, or would have */
     uint64_t nbytes; /* memory of the policy */
     uint64_t as_lru; /* set by LruFallback of learned.py */
-    uint64_t below; /* bytes that are requested while tiers keep a block; set by learned.py */
+    uint64_t tier_lifetime; /* bytes that are requested while tiers keep a block; set by learned.py */
     double lowest; /* lowest score of a block at the last offer; INFINITY if there was none */
 };
 
@@ -442,9 +442,9 @@ static void compute_features(const struct learned *l, struct request *r)
     r->turn = turn < MAX_COUNTED ? 1 + (turn ? turn : 1) : turn;
 }
 
-static int later_turn(const struct request *r)
+static int is_later_turn(const struct request *r)
 {
-    return (r->turn < 4 ? r->turn : 4) / 2 - 1;
+    return r->turn >= 4;
 }
 
 /* Returns the class of keys that were seen this many times before. */
@@ -452,7 +452,7 @@ static int known_class(const struct request *r, uint32_t sightings)
 {
     if (r->turn == 1 || sightings >= r->turn)
         return SHARED + step_of(sightings, SIGHTING_LIMITS, LENGTH(SIGHTING_LIMITS));
-    return CONTINUED + (r->pause * 2 + later_turn(r)) * 3 + (r->new_text < 2 ? r->new_text : 2);
+    return CONTINUED + (r->pause * 2 + is_later_turn(r)) * 3 + (r->new_text < 2 ? r->new_text : 2);
 }
 
 /* Returns the class of keys that were never seen. */
@@ -461,7 +461,7 @@ static int new_class(const struct request *r)
     static const uint8_t APPENDED_TEXT[] = { 0, 1, 2, 2, 3, 3 };
 
     if (r->turn > 1)
-        return APPENDED + (r->pause * 2 + later_turn(r)) * 4 + APPENDED_TEXT[r->new_text];
+        return APPENDED + (r->pause * 2 + is_later_turn(r)) * 4 + APPENDED_TEXT[r->new_text];
     if (r->omitted > UNIT_TOKENS && r->tokens * r->matched > UNIT_TOKENS)
         return BRANCH + r->new_text;
     return FIRST + r->new_text;
@@ -771,7 +771,8 @@ static void order_cells(struct learned *l)
 {
     uint64_t keys[CELLS];
 
-    /* The bits of doubles that are not negative sort as their values do; the lowest bits put the oldest first. */
+    /* The bits of doubles that are not negative sort as their values do. The lowest ones are replaced by the cell's place
+     * in an order of all, which puts the oldest first. */
     for (int cell = 0; cell < CELLS; cell++) {
         memcpy(&keys[cell], &l->counts.score[cell / BINS][cell % BINS], sizeof *keys);
         keys[cell] = (keys[cell] & ~CELL_MASK) + (BINS - 1 - cell % BINS) * CLASSES + cell / BINS;
@@ -797,28 +798,29 @@ static uint32_t last_of_request(const struct learned *l, uint32_t number)
     return number;
 }
 
-/* Writes the blocks of a span, after those of later spans of its request. Returns how many are written in total. */
-static uint64_t walk(struct learned *l, uint32_t oldest, uint32_t *handles, uint64_t found, uint64_t most)
+/* Writes the blocks of the spans of a request, from the last one that was not written yet back to `first`. Returns how
+ * many are written in total. */
+static uint64_t walk(struct learned *l, uint32_t first, uint32_t *blocks, uint64_t found, uint64_t most)
 {
-    if (l->spans[oldest].walked == l->walks)
+    if (l->spans[first].walked == l->walks)
         return found;
-    for (uint32_t number = last_of_request(l, oldest);; number = l->spans[number].parent) {
+    for (uint32_t number = last_of_request(l, first);; number = l->spans[number].parent) {
         struct span *s = &l->spans[number];
         s->walked = l->walks;
         for (uint32_t at = s->top; s->blocks && at-- > s->low;) {
             uint32_t handle = *handle_at(s, at);
             if (handle)
-                handles[found++] = handle - 1;
+                blocks[found++] = handle - 1;
             if (found == most)
                 return found;
         }
-        if (number == oldest)
+        if (number == first)
             return found;
     }
 }
 
 /* The same in the order of an LRU: the oldest span of all cells first. */
-static uint64_t walk_by_age(struct learned *l, uint32_t *handles, uint64_t most)
+static uint64_t walk_by_age(struct learned *l, uint32_t *blocks, uint64_t most)
 {
     uint32_t next[CELLS], found = 0;
 
@@ -831,27 +833,27 @@ static uint64_t walk_by_age(struct learned *l, uint32_t *handles, uint64_t most)
                 oldest = cell;
         if (oldest < 0 || found == most)
             return found;
-        found = walk(l, next[oldest], handles, found, most);
+        found = walk(l, next[oldest], blocks, found, most);
         next[oldest] = l->spans[next[oldest]].next;
     }
 }
 
 /* Writes up to `most` blocks with scores below `below`, in eviction order; returns how many. */
-uint64_t kvoffd_learned_candidates(struct learned *l, double below, uint32_t *handles, uint64_t most)
+uint64_t kvoffd_learned_candidates(struct learned *l, double below, uint32_t *blocks, uint64_t most)
 {
     uint64_t found = 0;
 
     if (!++l->walks)
         l->walks = 1;
     if (l->known.as_lru)
-        return walk_by_age(l, handles, most);
+        return walk_by_age(l, blocks, most);
     for (uint32_t word = 0; word < sizeof l->filled / sizeof *l->filled; word++)
         for (uint64_t bits = l->filled[word]; bits; bits &= bits - 1) {
             uint32_t cell = l->by_rank[word * 64 + __builtin_ctzll(bits)];
             if (l->counts.score[cell / BINS][cell % BINS] >= below)
                 return found;
             for (uint32_t span = l->cells[cell].first; span && found < most; span = l->spans[span].next)
-                found = walk(l, span, handles, found, most);
+                found = walk(l, span, blocks, found, most);
             if (found == most)
                 return found;
         }
@@ -967,7 +969,7 @@ static void take_keys(struct learned *l, uint32_t number, uint32_t count, uint32
 static void forget_oldest(struct learned *l, uint64_t added)
 {
     uint64_t pools = REMEMBERED_POOLS * l->known.lifetime, most = FORGOTTEN_AT_ONCE + 2 * added;
-    uint64_t most_bytes = l->known.lifetime + (pools > l->known.below ? pools : l->known.below);
+    uint64_t most_bytes = l->known.lifetime + (pools > l->known.tier_lifetime ? pools : l->known.tier_lifetime);
 
     for (uint64_t done = 0; done < most; done++) {
         uint64_t ghosts = l->known.known_keys - l->known.blocks; /* each with hash and handle, and about two places */
@@ -1091,22 +1093,24 @@ static void record_part(struct learned *l, uint64_t group, const uint8_t *keys, 
         return;
     while (seen_size <= 2 * count)
         seen_size *= 2;
+    /* One behind another: hashes, segments (two of new keys, others of matched ones), handles, `seen` of drop_repeats. */
     uint64_t each = sizeof(uint64_t) + sizeof(struct segment) + sizeof(uint32_t);
     uint8_t *memory = scratch(l, (count + 2) * each + seen_size * sizeof(uint32_t));
     struct request r = { .hashes = (uint64_t *)memory, .tokens = tokens };
     r.segments = (struct segment *)(r.hashes + count);
     r.handles = (uint32_t *)(r.segments + count + 2);
+    uint32_t *seen = r.handles + count;
     hash_keys(l, group, keys, count, key_bytes, 1, r.hashes);
     r.count = count;
     match(l, &r);
     if (r.matched < r.count) /* matched keys are all different */
-        r.count = drop_repeats(r.hashes, count, r.handles + count, seen_size);
+        r.count = drop_repeats(r.hashes, count, seen, seen_size);
     memset(r.handles, 0, r.count * sizeof *r.handles);
     compute_features(l, &r);
     return_matched(l, &r);
     if (r.matched < r.count) {
-        uint32_t part = (tokens * r.count - 1) % UNIT_TOKENS / tokens + 1;
-        uint32_t last = r.count > part ? r.count - part : 0;
+        uint32_t in_last_unit = (tokens * r.count - 1) % UNIT_TOKENS / tokens + 1; /* keys that begin in it */
+        uint32_t last = r.count > in_last_unit ? r.count - in_last_unit : 0;
         take_uncounted(l, r.hashes + r.matched, r.count - r.matched, r.handles + r.matched, 0);
         if (last < r.matched)
             last = r.matched;

@@ -21,7 +21,7 @@ import numpy.typing as npt
 from kvoffd.cache.block_table import BlockIds, packed
 from kvoffd.cache.curve import HitRatioCurve
 from kvoffd.cache.namespace import Group
-from kvoffd.cache.policy import REJECTED, Admission, Chain, InOrder
+from kvoffd.cache.policy import REJECTED, Admission, BufferedOrder, Chain
 from kvoffd.system.native import CHAR_P, COUNT, DOUBLE, ITEMS, KEYS, NUMBER, VOID_P, declare, native
 from kvoffd.system.structures import COUNTS, KNOWN
 from kvoffd_proto.stats import LearnedStats, PolicyClass
@@ -101,7 +101,7 @@ _KEPT_BYTES = Counts.hazard.offset
 """Size of the arrays that are kept for the next daemon."""
 
 
-class Learned(InOrder):
+class Learned(BufferedOrder):
     """The policy, ``struct learned``, which identifies blocks by their numbers."""
 
     def __init__(self, pool_bytes: int) -> None:
@@ -168,7 +168,7 @@ class Learned(InOrder):
         return chances
 
     def remember(self, nbytes: int) -> None:
-        self.known.below = min(nbytes, _MAX_COUNT)
+        self.known.tier_lifetime = min(nbytes, _MAX_COUNT)
 
     # --- Statistics ---
 

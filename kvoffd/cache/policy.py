@@ -96,11 +96,14 @@ class Policy(Protocol):
         """Continue with the state of an earlier policy; call it first. Raises ValueError if the state is unusable."""
 
 
-class InOrder:
-    """Base of policies in which a C function writes blocks to an address, in eviction order and at most as many as
-    requested; it returns how many it wrote.
+class BufferedOrder:
+    """Base of policies whose order a C function writes into a buffer.
 
-    Results are copied out of one buffer: asking each new array for its address takes longer.
+    Results are copied out of the same buffer each time: asking a new array for its address takes longer.
+
+    Args:
+        write: the function. Its arguments are the score that blocks must be below, an address, and the most blocks to
+            write there, the first to evict first; it returns how many it wrote.
     """
 
     def __init__(self, write: Callable[[float, int, int], int]) -> None:
@@ -117,7 +120,7 @@ class InOrder:
         return self._buffer[: self._write(below, self._buffer_at, count)].copy()
 
 
-class AdmitsAll(InOrder):
+class AdmitsAll(BufferedOrder):
     """Base of policies that admit everything that a store offers, keep no state over a restart, and cannot tell a key's
     chance to be used again."""
 

@@ -59,7 +59,8 @@ static uint32_t rank_of(const struct blocks *x, uint32_t slot)
     return READ(record_of(x, slot), uint16_t, RANK);
 }
 
-/* Accepts a record if it is valid and agrees with its region and namespace; returns whether it did. */
+/* Accepts a record if it is valid and agrees with its region and namespace; returns whether it did. The slots of a key
+ * are linked in a ring, one for each rank, that begins at the slot which the index has. */
 static int take(struct recovery *r, const uint8_t *record, uint32_t slot, uint32_t crc)
 {
     struct blocks *x = r->blocks;
@@ -100,10 +101,10 @@ static int take(struct recovery *r, const uint8_t *record, uint32_t slot, uint32
         if (rank_of(x, there) == rank) {
             if (sequence_of(x, there) > READ(record, uint64_t, SEQUENCE))
                 return 0;
-            x->next[slot] = there == before ? slot : x->next[there];
+            x->next[slot] = there == before ? slot : x->next[there]; /* alone in the ring, or not */
             if (there != before)
                 x->next[before] = slot;
-            if (there == head) {
+            if (there == head) { /* the ring begins at the new slot; recover_blocks skips the old head */
                 *entry = entry_of(hashed, slot);
                 x->missing[slot] = x->missing[there];
                 r->heads[r->heads_found++] = slot;

@@ -43,29 +43,36 @@ class Space:
         ``below``, ``older_than``: blocks with a lower score, and of older prompts, may be evicted; see ``Victims``.
         """
         size, ranks = group.key_bytes, len(group.sizes)
-        count, made, may_sweep = len(keys) // size if ranks else 0, 0, True
+        count, made, has_swept = len(keys) // size if ranks else 0, 0, False
         if self._quotas and count and group.namespace.fingerprint in self._quotas:
             count = self._within_quota(group, count, below, older_than)
         found: list[npt.NDArray[np.uint32]] = []
         try:
             while made < count:
-                left, wanted = keys[made * size :] if made else keys, count - made
-                slots = self._take_without_eviction(group, left, wanted, may_sweep=may_sweep)
-                if not len(slots):
-                    may_sweep = False
+                left, wanted, slots = keys[made * size :] if made else keys, count - made, _NO_SLOTS
+                if self._slots.free_bytes >= group.block_bytes:
+                    slots = self._life.make(group, left, wanted)
+                if not len(slots):  # free some and try again, or give the slots of other blocks to new ones at once
+                    if self._life.unswept and not has_swept:
+                        has_swept = True
+                        self._sweep_for(group, wanted)
+                        continue
                     if not group.namespace.evicts_others:
                         break
                     if self._life.partial and self._drop_partial(wanted):
                         continue
                     victims = self.victims.next_if_all_of(group, wanted, below, older_than)
-                    if victims is None:  # another group's are next, or some are in use or spared
-                        if self._evict_for(group, wanted, below, older_than):
-                            continue
-                        break
+                    if victims is None:
+                        victims = self.victims.for_space(group, wanted, below, older_than)
+                        if not victims.size:
+                            break
+                        self._life.evict(victims)
+                        continue
                     if not victims.size:
                         break
                     count = min(count, made + len(victims))  # if they are fewer, nothing else can be evicted
                     slots = self._life.replace(group, victims, left)
+                has_swept = False
                 found.append(slots)  # fewer than wanted if slots ran out: the next round makes space
                 made += len(slots)
         except BaseException:
@@ -74,19 +81,10 @@ class Space:
             raise
         return found[0] if len(found) == 1 else np.concatenate([np.empty((0, max(1, ranks)), np.uint32), *found])
 
-    def _take_without_eviction(
-        self, group: Group, keys: bytes, count: int, *, may_sweep: bool
-    ) -> npt.NDArray[np.uint32]:
-        """Make blocks in free slots, or, if there are none and it ``may_sweep``, in those of reset namespaces. Returns
-        their slots."""
-        slots = _NO_SLOTS
-        if self._slots.free_bytes >= group.block_bytes:
-            slots = self._life.make(group, keys, count)
-        if not len(slots) and may_sweep and self._life.unswept:
-            unswept = sorted(self._life.unswept.values(), key=lambda each: group.sizes != each.sizes)
-            if self._life.sweep(unswept, count) and self._slots.free_bytes >= group.block_bytes:
-                slots = self._life.make(group, keys, count)
-        return slots
+    def _sweep_for(self, group: Group, count: int) -> None:
+        """Return the slots of up to ``count`` blocks of reset namespaces, of groups with the same sizes first."""
+        unswept = sorted(self._life.unswept.values(), key=lambda each: group.sizes != each.sizes)
+        self._life.sweep(unswept, count)
 
     def _drop_partial(self, count: int) -> bool:
         """Drop up to ``count`` unpinned blocks that have been partial for too long. Returns whether there are any."""
@@ -104,25 +102,20 @@ class Space:
         self._life.drop_partial(abandoned)
         return bool(abandoned)
 
-    def _evict_for(self, group: Group, count: int, below: float, older_than: int) -> bool:
-        """Evict blocks whose slots, or regions, serve ``count`` blocks of a group. Returns whether there are any."""
-        victims = self.victims.for_space(group, count, below, older_than)
-        self._life.evict(victims)
-        return bool(victims.size)
-
     def _within_quota(self, group: Group, count: int, below: float, older_than: int) -> int:
         """Return how many of ``count`` blocks the quota allows, after evicting blocks of the namespace if needed."""
-        namespace, each = group.namespace, group.block_bytes
-        quota = self._quotas[namespace.fingerprint]
-        most, excess = max(count, MAX_OVER_QUOTA), namespace.held_bytes + count * each - quota
+        namespace, block_bytes = group.namespace, group.block_bytes
+        quota, most = self._quotas[namespace.fingerprint], max(count, MAX_OVER_QUOTA)
+        excess = namespace.held_bytes + count * block_bytes - quota
         if excess > 0 and self._life.unswept:
             unswept = [known for known in self._life.unswept.values() if known.namespace is namespace]
-            swept = self._life.sweep(unswept, min(most, -(-excess // each)))
-            most, excess = most - swept, excess - swept * each
+            swept = self._life.sweep(unswept, min(most, -(-excess // block_bytes)))
+            most -= swept
+            excess -= swept * block_bytes
         if excess > 0:
             victims = self.victims.of_namespace(namespace.groups, excess, most, below, older_than)
             self._life.evict(victims, MissReason.QUOTA)
-        return max(0, min(count, (quota - namespace.held_bytes) // each))
+        return max(0, min(count, (quota - namespace.held_bytes) // block_bytes))
 
     def no_space_cause(self, group: Group, prompt: int = ANY_PROMPT) -> str:
         """Return why a block of a group, for the prompt of this number, gets no space now, one of NO_SPACE_CAUSES."""

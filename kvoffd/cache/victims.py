@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 from kvoffd.cache.block_life import BlockLife
 from kvoffd.cache.block_table import NO_BLOCKS, BlockIds
+from kvoffd.cache.hooks import TierHooks
 from kvoffd.cache.namespace import Group
 from kvoffd.cache.policy import BATCH
 from kvoffd.pool.allocator import PAGE_BYTES
@@ -40,11 +41,11 @@ class Victims:
         self._life, self._slots, self._blocks, self._order = life, life.slots, life.blocks, life.order
 
     def are_evictable(self, older_than: int) -> bool:
-        """Return whether any of the first READY blocks can be evicted, whatever their scores."""
+        """Return whether a block near the beginning of the order can be evicted, whatever its score."""
         return any(self._may_go(batch, older_than).any() for batch in self._considered())
 
     def spares(self, older_than: int) -> bool:
-        """Return whether some of these blocks could be evicted for a prompt that is newer than ``older_than``."""
+        """Return whether a block near the beginning of the order stays only because its prompt is not older."""
         spared = (self._may_go(one, ANY_PROMPT) & ~self._may_go(one, older_than) for one in self._considered())
         return any(which.any() for which in spared)
 
@@ -57,16 +58,12 @@ class Victims:
                 return
 
     def _may_go(self, blocks: BlockIds, older_than: int) -> npt.NDArray[np.bool_]:
-        """Return which READY blocks are not pinned, and are not spared."""
+        """Return which READY blocks are neither pinned nor spared for their prompt."""
         unpinned: npt.NDArray[np.bool_] = self._blocks.pins[blocks] == 0
         spared = self._blocks.prompt[blocks] >= older_than
         if (doubtful := unpinned & spared).any():
             spared[doubtful] = ~self._safe_to_evict(blocks[doubtful])
         return unpinned & ~spared
-
-    def _waiting(self, blocks: BlockIds) -> npt.NDArray[np.bool_] | None:
-        """Return which of the blocks wait to be written to a tier; None if none does."""
-        return None if self._life.tiers is None else self._life.tiers.waiting(blocks)
 
     def _safe_to_evict(self, blocks: BlockIds) -> npt.NDArray[np.bool_]:
         """Return which of the READY blocks tiers have, or do not want."""
@@ -75,23 +72,30 @@ class Victims:
 
     def next_if_all_of(self, group: Group, count: int, below: float, older_than: int) -> BlockIds | None:
         """Return the next ``count`` blocks with a score below ``below``, or as many as there are, if all belong to the
-        group and can be evicted; None if not."""
+        group and can be evicted: ``replace`` can give their slots to new blocks. Empty if no score is that low; None if
+        it needs ``for_space``, as other groups' blocks are among the next, or some that are pinned or spared."""
         first = self._order.first(count, below)
         if (spared := self._blocks.prompt[first] >= older_than).any() and not self._safe_to_evict(first[spared]).all():
             return None
-        if (waiting := self._waiting(first)) is not None and waiting.any():
-            ahead, most = count, max(WRITTEN_AHEAD * count, MIN_AHEAD)
-            while True:  # looks further until enough of them do not wait
-                ahead = min(most, 4 * ahead)
-                batch = self._order.first(ahead, below)
-                unpinned = batch[self._may_go(batch, older_than)]
-                waiting = self._waiting(unpinned)
-                if waiting is None or len(unpinned) - waiting.sum() >= count or len(batch) < ahead or ahead == most:
-                    break
-            first = self._waiting_last(unpinned)[:count]
-            if len(first) < min(count, len(batch)):
+        tiers = self._life.tiers
+        if tiers is not None and (waiting := tiers.waiting(first)) is not None and waiting.any():
+            passed = self._next_passing_waiting(tiers, count, below, older_than)
+            if len(passed) < len(first):  # some are in use
                 return None
-        return first if not first.size or self._blocks.group_of(first, unpinned=True) == group.number else None
+            first = passed
+        return first if not first.size or self._blocks.common_group(first, unpinned=True) == group.number else None
+
+    def _next_passing_waiting(self, tiers: TierHooks, count: int, below: float, older_than: int) -> BlockIds:
+        """Return the next ``count`` blocks that may go, looking further until enough of them do not wait to be written
+        to a tier."""
+        ahead, most = count, max(WRITTEN_AHEAD * count, MIN_AHEAD)
+        while True:
+            ahead = min(most, 4 * ahead)
+            batch = self._order.first(ahead, below)
+            may_go = batch[self._may_go(batch, older_than)]
+            waiting = tiers.waiting(may_go)
+            if waiting is None or len(may_go) - waiting.sum() >= count or len(batch) < ahead or ahead == most:
+                return self._waiting_last(may_go)[:count]
 
     def for_space(self, group: Group, count: int, below: float, older_than: int) -> BlockIds:
         """Choose blocks with a score below ``below`` to evict so that slots for ``count`` blocks of a group become
@@ -101,8 +105,8 @@ class Victims:
         on the way help only by whole regions. A region is evicted once as many bytes were skipped as it holds: by
         then, evicting some of its blocks too early costs less than keeping others too long elsewhere. So the sizes
         share the pool by age of use, none starves, and one slot of an odd size does not cost a region of used blocks.
-        What a hint retains costs its region only in its own turn. Where the order ends before as much was skipped, a
-        region goes only if all of it was.
+        What a hint retains costs its region only in its own turn. If the order ends before that many bytes were
+        skipped, a region goes only if all its blocks were.
         """
         most = BATCH
         while True:
@@ -118,15 +122,16 @@ class Victims:
             most *= 4
 
     def _waiting_last(self, blocks: BlockIds) -> BlockIds:
-        """Return the same blocks in the same order, but with those that wait to be written last."""
-        if (waiting := self._waiting(blocks)) is None:
+        """Return the same blocks in the same order, but with those that wait to be written to a tier last."""
+        tiers = self._life.tiers
+        if tiers is None or (waiting := tiers.waiting(blocks)) is None:
             return blocks
         return np.concatenate([blocks[~waiting], blocks[waiting]])
 
     def of_namespace(self, groups: Sequence[Group], nbytes: int, most: int, below: float, older_than: int) -> BlockIds:
         """Choose about ``nbytes`` bytes, and at most ``most`` blocks, of a namespace's groups: the next in the
-        policy's order with a score below ``below`` or, if too many others come before them, the ones that were stored
-        first, whatever their score, and those that a hint retains last."""
+        policy's order with a score below ``below``. If too many others come before them, add those that were stored
+        first, whatever their score, the ones that a hint retains last."""
         blocks, numbers = self._blocks, [group.number for group in groups]
         victims, passed = NO_BLOCKS, 0
         for batch in self._order.candidates(below):
@@ -136,12 +141,13 @@ class Victims:
             if passed >= MAX_PASSED or len(victims) >= most or self._bytes_of(victims) >= nbytes:
                 break
         if passed >= MAX_PASSED and self._bytes_of(victims) < nbytes:
-            needed = nbytes + groups[0].namespace.retained_bytes
-            each = [blocks.oldest(one, min(most, -(-needed // one.block_bytes)), unpinned=True) for one in groups]
-            stored = np.concatenate(each)
-            stored = stored[self._may_go(stored, older_than)]
-            stored = stored[np.lexsort((blocks.records["sequence"][stored], self._order.are_retained(stored)))]
-            victims = np.concatenate([victims, stored[~np.isin(stored, victims)]])
+            looked_at = nbytes + groups[0].namespace.retained_bytes  # all that a hint retains may come first
+            oldest = np.concatenate(
+                [blocks.oldest(one, min(most, -(-looked_at // one.block_bytes)), unpinned=True) for one in groups]
+            )
+            oldest = oldest[self._may_go(oldest, older_than)]
+            oldest = oldest[np.lexsort((blocks.records["sequence"][oldest], self._order.are_retained(oldest)))]
+            victims = np.concatenate([victims, oldest[~np.isin(oldest, victims)]])
         enough = np.searchsorted(np.cumsum(blocks.pages[victims]) * PAGE_BYTES, nbytes)
         return victims[: min(most, int(enough) + 1)]
 

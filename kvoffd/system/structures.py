@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 
-VERSION = 0x81EABE74
+VERSION = 0x045CF30A
 """A library of another version is refused: it is made of other C files."""
 
 SLOT_INDEX = (
@@ -125,7 +125,7 @@ KNOWN = (
     ("known_bytes", ctypes.c_uint64),
     ("nbytes", ctypes.c_uint64),
     ("as_lru", ctypes.c_uint64),
-    ("below", ctypes.c_uint64),
+    ("tier_lifetime", ctypes.c_uint64),
     ("lowest", ctypes.c_double),
 )
 """``struct known`` of cache/learned.c."""

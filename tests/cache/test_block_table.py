@@ -44,7 +44,7 @@ def test_the_index_finds_what_a_dict_does() -> None:
         names = [key_of(number, key_bytes) for number in choose.sample(range(20_000), choose.randrange(1, 2000))]
         if len(there) < most:
             names = [name for name in names if name not in there]
-            taken = table.take(slots, groups[group], b"".join(names), len(names))
+            taken = table.make(slots, groups[group], b"".join(names), len(names))
             count = len(names)
             for rank in range(ranks):
                 shards, offsets = table.begin_writes(slots, taken[:, 0], rank)

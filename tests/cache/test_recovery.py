@@ -100,7 +100,7 @@ class Pool:
         # A key may be there: it was stored twice, as no cache does.
         self.blocks = BlockTable(self.table.records)
         self.blocks.sequence = int(self.table.records["sequence"].max())
-        return self.blocks.take(self.slots, NAMESPACES[namespace][group], b"".join(keys), len(keys))
+        return self.blocks.make(self.slots, NAMESPACES[namespace][group], b"".join(keys), len(keys))
 
     def publish(self, namespace: int, group: int, slots: np.ndarray) -> None:
         for column in slots.T:
@@ -311,7 +311,7 @@ def test_a_writer_may_be_killed_at_any_instruction() -> None:
     keys, heads, sums = b"".join(keys_of(4, 5)), columns[0].ctypes.data, np.full(2, 7, np.uint64)
     calls: list[tuple[Callable[..., object], tuple[object, ...]]] = [
         (lib.blocks_drop, (at, geometry.packed, gone.ctypes.data, 1, 0)),
-        (lib.blocks_take, (at, pool.slots.address, geometry.packed, keys, 2)),
+        (lib.blocks_make, (at, pool.slots.address, geometry.packed, keys, 2)),
         *(
             (lib.blocks_publish, (at, geometry.packed, heads, slots.ctypes.data, 2, None, sums.ctypes.data))
             for slots in columns

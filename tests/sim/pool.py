@@ -81,9 +81,9 @@ class WatchedPool:
         """Stand before the parts of a cache, which has taken over what there was."""
         self._cache = cache
         slots, table, blocks = cache.slots, cache.table, cache.blocks
-        self._free, self._take, self._publish = slots.free, blocks.take, blocks.publish
+        self._free, self._make, self._publish = slots.free, blocks.make, blocks.publish
         self._drop, self._end_dropped, self._replace = blocks.drop, blocks.end_dropped, blocks.replace
-        watched = *((blocks, name) for name in ("take", "publish", "drop", "end_dropped", "replace")), (slots, "free")
+        watched = *((blocks, name) for name in ("make", "publish", "drop", "end_dropped", "replace")), (slots, "free")
         for owner, name in watched:
             setattr(owner, name, lambda *given, _name=name: getattr(self, _name)(*given))
         for written, name in ((table, "save_namespaces"), (blocks, "set_checksum"), (blocks, "set_corrupt")):
@@ -117,9 +117,9 @@ class WatchedPool:
 
     # --- in the place of the allocator's and the block table's methods ----------------------------
 
-    def take(self, allocator: SlotAllocator, group: Group, keys: bytes, count: int) -> Any:
+    def make(self, allocator: SlotAllocator, group: Group, keys: bytes, count: int) -> Any:
         self.before_write()
-        slots = self._take(allocator, group, keys, count)
+        slots = self._make(allocator, group, keys, count)
         if len(slots) > count:
             raise Broken("more blocks than were asked for")
         for size, column in zip(group.sizes, slots.T, strict=True):
