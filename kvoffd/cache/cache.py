@@ -129,28 +129,25 @@ class Cache:
         else:
             lease.ask_again()
         lease.peer = peer
-        its = namespace.groups
         if self.life.unswept:
             for index, keys in groups:
-                self.life.record_unswept(its[index], keys)
+                self.life.record_unswept(namespace.groups[index], keys)
         pinned_before = self.blocks.pinned_bytes
         asked = None if again else [AskedKeys(namespace, reported=reported) for _ in groups]
         found = list[FoundKeys]()
         try:
             for index, keys in groups:  # of a new lease the same call of C leases the READY blocks
-                found.append(self.blocks.lookup(its[index], keys, lease=is_new))
-            found = [
-                self.life.since_reset(its[index], keys, of_group)
-                for (index, keys), of_group in zip(groups, found, strict=True)
-            ]
+                found.append(self.blocks.lookup(namespace.groups[index], keys, lease=is_new))
             prompt = self.blocks.new_prompt()
-            for (index, keys), of_group in zip(groups, found, strict=True):
+            for at, (index, keys) in enumerate(groups):
+                group = namespace.groups[index]
+                found[at] = of_group = self.life.since_reset(group, keys, found[at])
                 self.blocks.prompt[of_group.ready] = prompt
-                self.order.asked(its[index], keys, of_group.states, of_group.ready, giver)
+                self.order.asked(group, keys, of_group.states, of_group.ready, giver)
             if self.life.tiers is not None:
                 found = self._find_below(self.life.tiers, lease, groups, found, asked)
         except BaseException:
-            if is_new:  # else no lease would end them
+            if is_new:  # its blocks are leased, but it is not among the leases yet, which would end them
                 self.life.return_unpinned(self.blocks.end_lease(ready_of(found)))
                 if self.life.tiers is not None:
                     self.life.tiers.lease_ended(lease)
@@ -170,7 +167,8 @@ class Cache:
     ) -> list[FoundKeys]:
         """Request what the pool lacks from the tiers. Returns what was found, with the states of keys that come up."""
         states = [of_group.states for of_group in found]
-        if not lease.coming and sum([len(of_group.ready) for of_group in found]) == sum(map(len, states)):
+        is_complete = sum([len(of_group.ready) for of_group in found]) == sum(map(len, states))
+        if is_complete and not lease.coming:  # else the tiers set its ``wait_s`` again
             return found
         tier_states = tiers.find(lease, groups, states, asked)
         return [of_group.with_coming(shown) for of_group, shown in zip(found, tier_states, strict=True)]
@@ -210,8 +208,8 @@ class Cache:
             if is_success and ticket.blocks.size:
                 _count_load(ticket)
         if tickets and ends_lease and (lease := tickets[0].lease).active:
-            lease.loaded_ranks.add(tickets[0].rank)
-            if len(lease.loaded_ranks) == lease.namespace.world_size:
+            lease.ranks_done.add(tickets[0].rank)
+            if len(lease.ranks_done) == lease.namespace.world_size:
                 self.leases.end_all([lease])
 
     # --- hints ----------------------------------------------------------------------------------
@@ -239,16 +237,17 @@ class Cache:
             return self._prefetches.add(namespace, groups)
         wish, count = self.order.wish(namespace, session, giver, priority, ttl_s), 0
         for index, keys in groups:
-            group, split = namespace.groups[index], list(dict.fromkeys(namespace.split(index, keys)))
-            states, blocks = self.blocks.find(group, b"".join(split))
+            group, different = namespace.groups[index], list(dict.fromkeys(namespace.split(index, keys)))
+            packed_keys = b"".join(different)
+            states, blocks = self.blocks.find(group, packed_keys)
             is_ready = np.frombuffer(states, np.uint8) == READY
             ready = blocks[is_ready]
             count += len(ready)
             if action is HintAction.RELEASE:
                 self.order.release(giver, group, ready)
             else:
-                self.order.asked(group, b"".join(split), states, ready, giver)
-                self.order.retain(wish, group, ready, list(compress(split, (~is_ready).tolist())))
+                self.order.asked(group, packed_keys, states, ready, giver)
+                self.order.retain(wish, group, ready, list(compress(different, (~is_ready).tolist())))
         return count
 
     # --- what is not to be found any more -------------------------------------------------------
@@ -257,7 +256,7 @@ class Cache:
         """Forget all blocks of namespaces in the pool, and what comes up to it. Returns their number.
 
         Each namespace gets a new number, so that no daemon finds them; ``background`` returns the slots. All leases
-        end. ``generation``: that of later blocks, if it is another one; tiers have no others.
+        end. ``generation``: that of later blocks, by which tiers find none of the earlier ones; None: it stays.
         """
         dropped = 0
         for namespace in namespaces:
@@ -347,24 +346,24 @@ class Cache:
         Looks at LISTED_SLOTS slots from ``position`` on, which is 0 at first. A block that exists from the first page
         to the last is on exactly one. Raises BadGeometry.
         """
-        known, end = namespace.group(group), len(self.blocks.state)
-        place, position = slice(position, position + LISTED_SLOTS), position + LISTED_SLOTS
-        ready = (self.blocks.group[place] == known.number) & (self.blocks.state[place] == READY)
-        blocks = (np.flatnonzero(ready) + place.start).astype(np.uint32)
+        known, following = namespace.group(group), position + LISTED_SLOTS
+        page = slice(position, following)
+        ready = (self.blocks.group[page] == known.number) & (self.blocks.state[page] == READY)
+        blocks = (np.flatnonzero(ready) + position).astype(np.uint32)
         if len(blocks) > limit:
-            blocks, position = blocks[:limit], int(blocks[limit])
-        return self.blocks.keys(blocks, namespace.key_bytes), position if position < end else 0
+            blocks, following = blocks[:limit], int(blocks[limit])
+        return self.blocks.keys(blocks, namespace.key_bytes), following if following < len(self.blocks.state) else 0
 
 
 def _count_load(ticket: LoadTicket) -> None:
     """Count a rank's load, once all ranks have loaded the same."""
     lease, group = ticket.lease, ticket.group.index
-    ranks = lease.loaded.setdefault((group, ticket.first_key), set())
+    ranks = lease.ranks_loaded.setdefault((group, ticket.first_key), set())
     if ticket.rank in ranks:  # loaded again
         return
     ranks.add(ticket.rank)
     if len(ranks) == lease.namespace.world_size:
-        before = max(lease.loaded_tokens.values(), default=0)
+        counted = max(lease.loaded_tokens.values(), default=0)
         lease.loaded_tokens[group] = lease.loaded_tokens.get(group, 0) + ticket.tokens
         lease.namespace.counters.loaded_keys += len(ticket.blocks)
-        lease.namespace.counters.loaded(max(0, lease.loaded_tokens[group] - before))
+        lease.namespace.counters.count_loaded(max(0, lease.loaded_tokens[group] - counted))

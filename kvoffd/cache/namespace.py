@@ -149,7 +149,7 @@ class Counters:
     no_space: Counter[str] = field(default_factory=Counter)
     """Keys that were not stored, by the cause of the missing space: NO_SPACE_CAUSES."""
 
-    def loaded(self, tokens: int) -> None:
+    def count_loaded(self, tokens: int) -> None:
         """Count tokens that an engine loaded instead of computing them, and the time that it saved."""
         self.loaded_tokens += tokens
         if self.prefill_tokens_per_second:
@@ -250,30 +250,27 @@ class Namespace:
             raise BadGeometry(f"The namespace {self.label!r} is not open; open it first.")
         return self.groups[index]
 
-    def check(self, group: int, keys: bytes = b"") -> None:
+    def check(self, index: int, keys: bytes = b"") -> None:
         """Raise BadGeometry for an unknown group, and BadKeys if ``keys`` is not a whole number of keys."""
-        if not 0 <= group < len(self.specs):
+        if not 0 <= index < len(self.specs):
             last = len(self.specs) - 1
-            raise BadGeometry(f"The namespace {self.label!r} has no group {group}; name one from 0 to {last}.")
+            raise BadGeometry(f"The namespace {self.label!r} has no group {index}; name one from 0 to {last}.")
         if len(keys) % self.key_bytes:
             raise BadKeys(
-                f"The keys of group {group} are {len(keys)} bytes long, which is not a multiple of the namespace's "
+                f"The keys of group {index} are {len(keys)} bytes long, which is not a multiple of the namespace's "
                 f"{self.key_bytes} bytes a key; send whole keys."
             )
 
-    def split(self, group: int, keys: bytes) -> list[bytes]:
-        """Split ``keys`` of ``group`` into single keys.
-
-        Raises BadGeometry for an unknown group, and BadKeys if ``keys`` is not a whole number of keys.
-        """
-        self.check(group, keys)
+    def split(self, index: int, keys: bytes) -> list[bytes]:
+        """Split ``keys`` of a group into single keys. Raises like ``check``."""
+        self.check(index, keys)
         # Six times faster than slicing.
         split: list[bytes] = np.frombuffer(keys, self.key_type).tolist()
         return split
 
-    def shard_lengths(self, group: int) -> list[int]:
+    def shard_lengths(self, index: int) -> list[int]:
         """Return the bytes of a block's shards by rank; empty until all ranks have registered."""
-        lengths = [sizes[group] for sizes in self.shard_bytes if sizes is not None]
+        lengths = [sizes[index] for sizes in self.shard_bytes if sizes is not None]
         return lengths if len(lengths) == self.world_size else []
 
     def record(self) -> NamespaceRecord:
@@ -340,7 +337,7 @@ class Group:
         self.predecessors: tuple[Group, ...] = ()
         """The same group before the last resets, the latest first."""
         self.unswept: list[int] = []
-        """Numbers of its predecessors, before any number of resets, that may be in ``BlockLife.unswept``."""
+        """Numbers of all groups before it, not only those in ``predecessors``, that may be in ``BlockLife.unswept``."""
         at_of_namespace = ctypes.addressof(namespace.by_state)
         self._blocks = _GroupBlocks(at_of_namespace=at_of_namespace, oldest=NO_BLOCK, newest=NO_BLOCK)
         self.by_state: StateCounts = self._blocks.by_state
@@ -353,7 +350,11 @@ class Group:
         return self.tokens or UNKNOWN_TOKENS
 
     def set_sizes(self, lengths: Sequence[int], sizes: Sequence[int]) -> None:
-        """Set the bytes of a block's shards and of their slots, by rank; empty until all ranks have registered."""
+        """Set the bytes of a block's shards (``lengths``) and of their slots (``sizes``), by rank.
+
+        Both are empty until all ranks have registered: a group without ``sizes`` has no blocks. Then their length is
+        the world size.
+        """
         self.lengths, self.sizes, self.block_bytes = lengths, sizes, sum(sizes)
         whose = self.number, self.namespace.number, self.index, self.key_bytes
         nodes = [self.namespace.nodes.get(rank) for rank in range(len(sizes))]
@@ -361,6 +362,6 @@ class Group:
             pack("=IiI", size, NO_NODE if node is None else node, length)
             for size, node, length in zip(sizes, nodes, lengths, strict=True)
         ]
-        own_at = ctypes.addressof(self._blocks)
-        self.packed = pack("=Q6I", own_at, *whose, len(sizes), self.block_bytes // PAGE_BYTES) + b"".join(by_rank)
+        at = ctypes.addressof(self._blocks)
+        self.packed = pack("=Q6I", at, *whose, len(sizes), self.block_bytes // PAGE_BYTES) + b"".join(by_rank)
         """``struct block_group`` of blocks.h."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from math import inf
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from kvoffd.cache.block_life import BlockLife, select_keys
-from kvoffd.cache.block_table import FREE, NO_BLOCK, NO_BLOCKS, WRITING, BlockIds, StoreVerdict
+from kvoffd.cache.block_life import BlockLife
+from kvoffd.cache.block_table import FREE, NO_BLOCK, NO_BLOCKS, WRITING, BlockIds, StoreVerdict, select_keys
 from kvoffd.cache.hooks import NO_TOKENS, BlockTokens
 from kvoffd.cache.namespace import Group, MissReason, Namespace
 from kvoffd.cache.policy import REJECTED, Policy
@@ -26,6 +26,20 @@ WITHOUT_SPACE = MissReason.NO_SPACE, MissReason.QUOTA
 _ABSENT = bytes([StoreVerdict.ABSENT])
 PromptNumbers: TypeAlias = npt.NDArray[np.uint64]
 """[keys] number of each key's prompt; see ``BlockTable.prompt``. 0: nothing of it is to be stored."""
+
+
+class _Offer(NamedTuple):
+    """A part of a store, compared with the blocks that are there."""
+
+    part: StorePart
+    ticket: StoreTicket
+    """The shards that existing blocks lack. Blocks that are made for absent keys are added to it."""
+    absent: Sequence[int]
+    """Indices of the keys without a block."""
+    prompts: PromptNumbers
+    """Those of the absent keys."""
+    existing: BlockIds
+    """Blocks of the other keys."""
 
 
 class BlockStores:
@@ -47,46 +61,44 @@ class BlockStores:
         existing blocks of these keys are not evicted, nor are those of the same prompts or of newer ones that no tier
         has. Each group occurs once; groups, keys and rank must be valid.
 
-        ``sole``: a number of the store of all ranks; a block that was begun under another one gets no shard of it.
+        ``sole``: see ``BlockLife.set_sole``.
         """
-        begun, pinned = list[StoreTicket](), list[BlockIds]()
-        offers: list[tuple[StoreTicket, StorePart, Sequence[int], PromptNumbers]] = []
+        offers, begun = list[_Offer](), list[StoreTicket]()
         try:
             try:
                 for part, prompts in zip(parts, self._prompts_of(namespace, parts), strict=True):
                     group = namespace.groups[part.group]
                     if rank == 0 and not namespace.of_bench:
                         self._prompts.offered(group, part.keys)
-                    ticket, absent, present = self._compare(group, rank, part, prompts, sole)
-                    offers.append((ticket, part, absent, prompts if len(absent) == len(prompts) else prompts[absent]))
-                    if present.size:
-                        self._blocks.pin(present)
-                        pinned.append(present)
-                for ticket, part, absent, prompts in offers:
-                    begun.append(ticket)
-                    self._admit(rank, ticket, part, absent, prompts, sole)
+                    offer = self._compare(group, rank, part, prompts, sole)
+                    if offer.existing.size:  # no other part of this store may evict them
+                        self._blocks.pin(offer.existing)
+                    offers.append(offer)
+                for offer in offers:
+                    begun.append(offer.ticket)
+                    self._admit(rank, offer, sole)
             finally:
-                for present in pinned:
-                    self._life.unpin(present)
-            for ticket, part, _, prompts in offers:  # only now: its own pins are no cause
-                if ticket.no_space or ticket.rejected:
-                    self._record_lost(ticket, part, prompts)
+                for offer in offers:
+                    if offer.existing.size:
+                        self._life.unpin(offer.existing)
+            for offer in offers:  # after the unpinning: the store's own pins must not count as the cause
+                if offer.ticket.no_space or offer.ticket.rejected:
+                    self._record_lost(offer)
         except BaseException:
             self.abort(begun)
             raise
         return begun
 
-    def _compare(
-        self, group: Group, rank: int, part: StorePart, prompts: PromptNumbers, sole: int
-    ) -> tuple[StoreTicket, Sequence[int], BlockIds]:
-        """Compare what is offered with what is there. Returns the store of the shards that existing blocks lack, the
-        indices of the absent keys, and the existing blocks."""
+    def _compare(self, group: Group, rank: int, part: StorePart, prompts: PromptNumbers, sole: int) -> _Offer:
+        """Compare what is offered with what is there, and drop what must not stay. ``prompts``: of all keys."""
         offered = group, part.keys, rank, part.first_blocks
         verdicts, blocks = self._blocks.judge(*offered)
         if verdicts == _ABSENT * len(verdicts):
-            return StoreTicket(group, NO_BLOCKS, NO_BLOCKS), range(len(verdicts)), NO_BLOCKS
+            ticket = StoreTicket(group, NO_BLOCKS, NO_BLOCKS)
+            return _Offer(part, ticket, range(len(verdicts)), prompts, NO_BLOCKS)
         narrow = blocks[np.frombuffer(verdicts, np.uint8) == StoreVerdict.NARROW]
-        if self._drop_narrow(group, narrow) | self._space.drop_abandoned(blocks, sole):
+        self._drop_narrow(group, narrow)
+        if self._space.drop_abandoned(blocks, sole) or narrow.size:
             verdicts, blocks = self._blocks.judge(*offered)
         of_key = np.frombuffer(verdicts, np.uint8)
         absent, joined, duplicates = (
@@ -95,50 +107,48 @@ class BlockStores:
         )
         if refused := {*self._life.unjoinable(blocks[joined], sole)}:
             joined = [index for index in joined if int(blocks[index]) not in refused]
-            duplicates = self._repeats_of(group, part.keys, duplicates, [*absent, *joined])
+            split = np.frombuffer(part.keys, group.namespace.key_type).tolist()
+            wanted = {split[index] for index in (*absent, *joined)}  # a repeat of a refused key is refused too
+            duplicates = [index for index in duplicates if split[index] in wanted]
         existing = blocks[are_present := blocks != NO_BLOCK]
         self._blocks.prompt[existing] = np.maximum(self._blocks.prompt[existing], prompts[are_present])
-        return StoreTicket(group, blocks[joined], NO_BLOCKS, joined, duplicates=duplicates), absent, existing
+        ticket = StoreTicket(group, blocks[joined], NO_BLOCKS, joined, duplicates=duplicates)
+        return _Offer(part, ticket, absent, prompts[absent], existing)
 
-    def _drop_narrow(self, group: Group, blocks: BlockIds) -> bool:
-        """Drop blocks that begin later than what is offered, and the copies in tiers, which are as narrow. Returns
-        whether there are any."""
+    def _drop_narrow(self, group: Group, blocks: BlockIds) -> None:
+        """Drop blocks that begin later than what is offered, and the copies in tiers, which are as narrow."""
         if blocks.size:
             packed_keys = self._blocks.keys(blocks, group.key_bytes)
             self._life.drop(blocks, MissReason.PARTIAL)
             if self._life.tiers is not None:
                 self._life.tiers.remove(group.namespace, group.index, packed_keys, MissReason.PARTIAL)
-        return bool(blocks.size)
-
-    @staticmethod
-    def _repeats_of(group: Group, keys: bytes, repeats: Sequence[int], indices: Sequence[int]) -> list[int]:
-        """Return those of the ``repeats`` whose keys are at ``indices``."""
-        split = np.frombuffer(keys, group.namespace.key_type).tolist()
-        wanted = {split[index] for index in indices}
-        return [index for index in repeats if split[index] in wanted]
 
     # --- which prompts ---------------------------------------------------------------------------
 
     def _prompts_of(self, namespace: Namespace, parts: Sequence[StorePart]) -> list[PromptNumbers]:
         """Return the number of each key's prompt, by part.
 
-        A prompt continues with the number of the block before a chain, of any group. It gets a new one if there is no
-        such block, and 0, so that nothing of it is stored, if that block got no space.
+        A prompt continues with the number of the block before one of its chains, in any group. It gets a new one if no
+        such block is known, and 0, so that nothing of it is stored, if that block got no space.
         """
-        size, jobs, known = namespace.key_bytes, list[list[int]](), dict[int, int]()
+        size, of_chains = namespace.key_bytes, list[list[int]]()
+        known: dict[int, int] = {}
+        """Number of each prompt of the store that continues."""
         for part in parts:
             starts = part.starts or (0,)
-            jobs.append(part_jobs := list(part.jobs or range(len(starts))))
-            numbers = self._prompts_before(namespace.groups[part.group], part.before) if part.before else {}
+            prompts = list(part.prompts or range(len(starts)))
+            before = self._prompts_before(namespace.groups[part.group], part.before) if part.before else {}
             for at, start in enumerate(starts):
                 if at and part.before.get(start) == part.keys[(start - 1) * size : start * size]:
-                    part_jobs[at] = part_jobs[at - 1]  # it continues the chain before it
-                elif start in numbers:
-                    known[part_jobs[at]] = min(numbers[start], known.get(part_jobs[at], ANY_PROMPT))
-        new, found = self._blocks.new_prompt(), []
-        for part, part_jobs in zip(parts, jobs, strict=True):
-            each = np.array([known.get(job, new) for job in part_jobs], np.uint64)
-            found.append(np.repeat(each, np.diff([*(part.starts or (0,)), len(part.keys) // size])))
+                    prompts[at] = prompts[at - 1]  # it continues the chain that ends there
+                elif start in before:
+                    known[prompts[at]] = min(before[start], known.get(prompts[at], ANY_PROMPT))
+            of_chains.append(prompts)
+        new, found = self._blocks.new_prompt(), list[PromptNumbers]()
+        for part, prompts in zip(parts, of_chains, strict=True):
+            chain_lengths = np.diff([*(part.starts or (0,)), len(part.keys) // size])
+            numbers = np.array([known.get(prompt, new) for prompt in prompts], np.uint64)
+            found.append(np.repeat(numbers, chain_lengths))
         return found
 
     def _prompts_before(self, group: Group, before: Mapping[int, bytes]) -> dict[int, int]:
@@ -156,39 +166,29 @@ class BlockStores:
 
     # --- which keys ------------------------------------------------------------------------------
 
-    def _admit(
-        self,
-        rank: int,
-        ticket: StoreTicket,
-        part: StorePart,
-        absent: Sequence[int],
-        prompts: PromptNumbers,
-        sole: int,
-    ) -> None:
-        """Make blocks for the absent keys that the policy admits, and fill in what to copy. ``prompts``: the number of
-        each one's prompt."""
-        joins = len(ticket.copy)
+    def _admit(self, rank: int, offer: _Offer, sole: int) -> None:
+        """Make blocks for the absent keys that the policy admits, and fill in what to copy."""
+        ticket, joined = offer.ticket, len(offer.ticket.copy)
         try:
-            self._make_admitted(ticket, part, absent, prompts)
+            self._make_admitted(offer)
         finally:  # allocated slots belong to the store even if this fails
             if sole:
-                self._life.set_sole(ticket.blocks[joins:], sole)
+                self._life.set_sole(ticket.blocks[joined:], sole)
             if ticket.copy != sorted(ticket.copy):  # joined blocks come first, and those of newer prompts
                 order = np.argsort(ticket.copy)
                 ticket.copy, ticket.blocks = np.array(ticket.copy)[order].tolist(), ticket.blocks[order]
             ticket.slots, ticket.offsets = self._life.begin_writes(ticket.blocks, rank)
-            if part.first_blocks:
-                ticket.first_blocks = [part.first_blocks.get(index, 0) for index in ticket.copy]
+            if offer.part.first_blocks:
+                ticket.first_blocks = [offer.part.first_blocks.get(index, 0) for index in ticket.copy]
 
-    def _make_admitted(
-        self, ticket: StoreTicket, part: StorePart, absent: Sequence[int], prompts: PromptNumbers
-    ) -> None:
+    def _make_admitted(self, offer: _Offer) -> None:
         """Make blocks for the absent keys as far as policy and space allow. Each key's index goes into ``ticket.copy``,
         ``rejected`` or ``no_space``.
 
         A run of keys may evict only blocks with a lower score than its own. Once a run of one prompt got too little,
         runs with its score or a lower one get nothing: if nothing lower than 4 was left, nothing lower than 3 is.
         """
+        part, ticket, absent, prompts = offer.part, offer.ticket, offer.absent, offer.prompts
         if not prompts.all():  # keys behind one without a block would never be found
             ticket.no_space += [index for index, prompt in zip(absent, prompts.tolist(), strict=True) if not prompt]
             absent, prompts = np.array(absent)[prompts != 0].tolist(), prompts[prompts != 0]
@@ -202,16 +202,18 @@ class BlockStores:
         takes_all = self._life.tiers is not None and self._life.tiers.are_written
         for count, score in runs:
             end, left = begin + count, list(absent[begin : begin + count])
-            limit = inf if takes_all else score
-            if score != REJECTED and limit > no_space_score:
-                left = self._make_run(ticket, packed_keys[begin * size : end * size], left, prompts[begin:end], limit)
+            below = inf if takes_all else score
+            if score != REJECTED and below > no_space_score:
+                left = self._make_run(ticket, packed_keys[begin * size : end * size], left, prompts[begin:end], below)
                 if left and (prompts == prompts[0]).all():  # otherwise other prompts may still get some
-                    no_space_score = limit
+                    no_space_score = below
             if left:
-                is_limited, newest = max(limit, no_space_score) < inf, int(prompts.max())
-                is_outranked = is_limited and self._space.victims.are_evictable(newest)
-                lost = ticket.rejected if score == REJECTED or is_outranked else ticket.no_space
-                lost += left
+                is_limited, newest = max(below, no_space_score) < inf, int(prompts.max())
+                # They are rejected too if blocks could be evicted for them but for the scores of these.
+                if score == REJECTED or (is_limited and self._space.victims.are_evictable(newest)):
+                    ticket.rejected += left
+                else:
+                    ticket.no_space += left
             begin = end
 
     def _runs_of(
@@ -221,7 +223,7 @@ class BlockStores:
         if part.starts is None or not group.sizes or group.namespace.of_bench:
             return [(len(absent), inf)], -inf
         starts = list(part.starts)
-        if len(starts) > 1:
+        if len(starts) > 1:  # indices of all keys become those of the absent ones
             starts = sorted({*np.searchsorted(absent, starts).tolist()})
         (runs, lowest), slots = self._order.admit(group, keys, starts), self._life.slots
         is_full = slots.free_bytes < group.block_bytes and not self._life.unswept and not self._life.partial
@@ -235,16 +237,16 @@ class BlockStores:
         They may evict what the oldest of their prompts may. What gets no space then tries again with its own prompt,
         the newest first: it may evict all that an older one may, so once one gets too little, older ones get none.
         """
-        made, left = self._make_first(ticket, keys, indices, prompts, below), list[int]()
-        begins = [made, *(made + 1 + np.flatnonzero(np.diff(prompts[made:]))).tolist(), len(indices)]
-        if made == len(indices) or (len(begins) == 2 and prompts[made] == prompts.min()):
+        made, size = self._make_first(ticket, keys, indices, prompts, below), ticket.group.key_bytes
+        changes = made + 1 + np.flatnonzero(np.diff(prompts[made:]))
+        spans = list(pairwise([made, *changes.tolist(), len(indices)]))  # of the keys left, by prompt
+        if made == len(indices) or (len(spans) == 1 and prompts[made] == prompts.min()):
             return indices[made:]
-        size = ticket.group.key_bytes
-        for begin, end in sorted(pairwise(begins), key=lambda each: int(prompts[each[0]]), reverse=True):
-            made, of_prompt = 0, slice(begin, end)
+        left: list[int] = []
+        for begin, end in sorted(spans, key=lambda span: int(prompts[span[0]]), reverse=True):
+            made, span_keys = 0, keys[begin * size : end * size]
             if not left:
-                prompt_keys = keys[begin * size : end * size]
-                made = self._make_first(ticket, prompt_keys, indices[of_prompt], prompts[of_prompt], below)
+                made = self._make_first(ticket, span_keys, indices[begin:end], prompts[begin:end], below)
             left += indices[begin + made : end]
         return left
 
@@ -258,17 +260,18 @@ class BlockStores:
         ticket.copy += indices[: len(blocks)]
         return len(blocks)
 
-    def _record_lost(self, ticket: StoreTicket, part: StorePart, prompts: PromptNumbers) -> None:
+    def _record_lost(self, offer: _Offer) -> None:
         """Count the keys that got no space or were rejected, and remember why they have no block."""
+        ticket, keys = offer.ticket, offer.part.keys
         group, size = ticket.group, ticket.group.key_bytes
         ticket.no_space.sort()
         if ticket.no_space:
-            cause = self._space.no_space_cause(group, int(prompts.max()))
+            cause = self._space.no_space_cause(group, int(offer.prompts.max()))
             reason = MissReason.QUOTA if cause == "quota" else MissReason.NO_SPACE
-            self._blocks.record_misses(group, select_keys(part.keys, ticket.no_space, size), reason)
+            self._blocks.record_misses(group, select_keys(keys, ticket.no_space, size), reason)
             group.namespace.counters.no_space[cause] += len(ticket.no_space)
         if ticket.rejected:
-            packed_keys = select_keys(part.keys, ticket.rejected, size)
+            packed_keys = select_keys(keys, ticket.rejected, size)
             self._policy.rejected(group, packed_keys)
             self._blocks.record_misses(group, packed_keys, MissReason.REJECTED)
             group.namespace.counters.rejected_keys += len(ticket.rejected)

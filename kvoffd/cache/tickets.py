@@ -25,9 +25,10 @@ class Lease:
     blocks: BlockIds
     nbytes: int = 0
     """Bytes of the blocks that no lease pinned before."""
-    loaded_ranks: set[int] = field(default_factory=set)
-    loaded: dict[tuple[int, bytes], set[int]] = field(default_factory=dict)
-    """Ranks that loaded a part, by its group and first key: it is counted once all have."""
+    ranks_done: set[int] = field(default_factory=set)
+    """Ranks whose last load under it has ended: it ends once all have."""
+    ranks_loaded: dict[tuple[int, bytes], set[int]] = field(default_factory=dict)
+    """Ranks that have loaded the same keys, by group and first key: they are counted once all have."""
     loaded_tokens: dict[int, int] = field(default_factory=dict)
     """Loaded tokens by group."""
     coming: int = 0
@@ -88,11 +89,11 @@ class StorePart(NamedTuple):
     first_blocks: Mapping[int, int] = MappingProxyType({})
     """First engine block that is written, by key index, if it is not the key's first."""
     starts: Sequence[int] | None = (0,)
-    """Indices of the keys at which chains begin, the first at 0; None to bypass the policy."""
+    """Indices of the keys at which chains begin, the first at 0; None: one chain, which the policy does not judge."""
     before: Mapping[int, bytes] = MappingProxyType({})
     """Key before a chain's first in its prompt, by the first one's index; none if it begins the prompt, or if that is
     unknown."""
-    jobs: Sequence[int] = ()
+    prompts: Sequence[int] = ()
     """Number of each chain's prompt within the store, the same in all groups; by default those from 0 on."""
 
 

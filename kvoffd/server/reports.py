@@ -54,7 +54,7 @@ class Reports:
             raise KvoffdError(why, ErrorCode.MALFORMED)
         if message.prefill_tokens_per_second:  # else unknown, as after the engine's restart
             counters.prefill_tokens_per_second = message.prefill_tokens_per_second
-        counters.loaded(0)  # counts loads from before the speed was known
+        counters.count_loaded(0)  # counts loads from before the speed was known
         counters.skipped_loads += message.skipped_loads
         counters.paused_stores += message.paused_stores
         counters.late_lookups += message.late_lookups

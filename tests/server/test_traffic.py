@@ -39,7 +39,7 @@ def test_seconds_saved_count_for_each_rank() -> None:
     space.counters.prefill_tokens_per_second = 100.0
     for hour in range(30):
         clock.now += 3600.0
-        space.counters.loaded({0: 500, 20: 300}.get(hour, 0))
+        space.counters.count_loaded({0: 500, 20: 300}.get(hour, 0))
         traffic.tick()
     total = traffic.total()
     assert traffic.since_start(total).saved_gpu_seconds == 4 * 8.0
@@ -51,7 +51,7 @@ def test_totals_go_on_from_those_of_earlier_daemons() -> None:
     spaces = open_all(space)
     traffic = counts(clock, spaces, Lifetime(5.0, 100, 2.5))
     space.counters.lookups, space.counters.prefill_tokens_per_second = 1, 100.0
-    space.counters.loaded(50)
+    space.counters.count_loaded(50)
     assert traffic.lifetime(traffic.total()) == Lifetime(5.0, 150, 3.0)
     spaces.clear()
     traffic.namespace_forgotten(space)
