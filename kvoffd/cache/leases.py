@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 
 from kvoffd.cache.block_life import BlockLife
-from kvoffd.cache.block_table import BlockIds, FoundKeys, ready_of
+from kvoffd.cache.block_table import BlockIds, FoundKeys, leading, ready_of
 from kvoffd.cache.namespace import MissReason, Namespace
 from kvoffd.cache.tickets import Lease, LeaseTotals, SessionLeases
 from kvoffd.errors import UnknownLease
@@ -110,19 +110,16 @@ class Leases:
         if not ready.size:
             return found
         if is_new:
-            fresh, newly_leased_bytes = ready, sum([each.newly_leased_bytes for each in found])
+            fresh, newly_leased_bytes = ready, sum([of_group.newly_leased_bytes for of_group in found])
         else:
-            fresh = ready[~np.isin(ready, lease.blocks)]
-            newly_leased_bytes = self._blocks.lease(fresh)
+            fresh, newly_leased_bytes = self._lease_fresh(lease, ready)
         if self._is_within_limit(lease.session, len(fresh), newly_leased_bytes, pinned_before):
             self._claims.pop(lease.session, None)
         else:
             self._life.return_unpinned(self._blocks.end_lease(fresh))
-            self.unpin_some()
+            self.unpin_some()  # leases that have ended must not keep this one small
             found = self._cut(lease, found)
-            ready = ready_of(found)
-            fresh = ready[~np.isin(ready, lease.blocks)]
-            newly_leased_bytes = self._blocks.lease(fresh)
+            fresh, newly_leased_bytes = self._lease_fresh(lease, ready_of(found))
         _add(lease, fresh, newly_leased_bytes)
         if not lease.blocks.size and not lease.coming:  # the limit allowed no pin
             self.end_all([lease])
@@ -136,6 +133,11 @@ class Leases:
         self.by_id.pop(lease.lease_id, None)  # one that has ended: the place of its key is by its deadline
         self.by_id[lease.lease_id] = lease
 
+    def _lease_fresh(self, lease: Lease, ready: BlockIds) -> tuple[BlockIds, int]:
+        """Pin the READY blocks that a lease does not have. Returns these, and the bytes that no lease pinned before."""
+        fresh = ready[~np.isin(ready, lease.blocks)]
+        return fresh, self._blocks.lease(fresh)
+
     def _is_within_limit(self, session: int, keys: int, newly_leased_bytes: int, pinned_before: int) -> bool:
         """Return whether a session may keep this many keys that a lookup has just leased."""
         leased = self.of(session)
@@ -144,10 +146,10 @@ class Leases:
         if not newly_leased_bytes:
             return True
         pinned_bytes = self._blocks.pinned_bytes
+        # Other pins, as those of loads, may exceed the limit: then a lookup is within it if it has pinned nothing new.
         if self._blocks.leased_bytes > self.most_bytes or pinned_bytes > max(self.most_bytes, pinned_before):
             return False
-        is_in_share = leased.nbytes + newly_leased_bytes <= self._share_bytes(session)
-        return pinned_bytes <= self.most_bytes // 2 or is_in_share
+        return pinned_bytes <= self.most_bytes // 2 or leased.nbytes + newly_leased_bytes <= self._share_bytes(session)
 
     def _share_bytes(self, session: int) -> int:
         """Return the equal part of a session among those that have pinned something, or claim it, and itself."""
@@ -160,11 +162,14 @@ class Leases:
     def _cut(self, lease: Lease, found: list[FoundKeys]) -> list[FoundKeys]:
         """Return what was found with as many READY keys as the session may lease besides what the lease has: the first
         of each group, about the same part of each."""
-        fresh = [~np.isin(each.ready, lease.blocks) for each in found]
+        fresh = [~np.isin(of_group.ready, lease.blocks) for of_group in found]
         counts = [int(which.sum()) for which in fresh]
-        groups = np.repeat(np.arange(len(found)), counts)
-        order = np.argsort(np.concatenate([np.arange(count) / max(1, count) for count in counts]), kind="stable")
-        blocks = np.concatenate([each.ready[which] for each, which in zip(found, fresh, strict=True)])[order]
+        # All fresh blocks in the order in which they are leased: by the part of their group's that comes before them.
+        parts_before = np.concatenate([np.arange(count) / max(1, count) for count in counts])
+        order = np.argsort(parts_before, kind="stable")
+        group_numbers = np.repeat(np.arange(len(found)), counts)[order]
+        blocks = np.concatenate([of_group.ready[which] for of_group, which in zip(found, fresh, strict=True)])[order]
+        # Bytes that leasing each of them and those before it would pin, and lease, and whether that is allowed.
         nbytes = self._blocks.pages[blocks].astype(np.int64) * PAGE_BYTES
         to_pin = np.cumsum(nbytes * (self._blocks.pins[blocks] == 0))
         to_lease = np.cumsum(nbytes * (self._blocks.leases[blocks] == 0))
@@ -172,12 +177,14 @@ class Leases:
         share = max(0, self._share_bytes(lease.session) - leased.nbytes)
         fits = (to_lease <= most - self._blocks.leased_bytes) & (to_pin <= max(0, most - pinned_bytes))
         fits &= (to_lease <= share) | (pinned_bytes + to_pin <= most // 2)
-        count = min(int(np.append(fits, False).argmin()), max(0, self._max_keys - leased.keys))
+        count = min(leading(fits), max(0, self._max_keys - leased.keys))
         if count < len(blocks):
             self._claims[lease.session] = self._clock() + CLAIM_S
-        leasable = np.bincount(groups[order[:count]], minlength=len(found)).tolist()
-        each_group = zip(found, fresh, leasable, strict=True)
-        return [each.limited(which, most, MissReason.LEASE_LIMIT) for each, which, most in each_group]
+        leasable = np.bincount(group_numbers[:count], minlength=len(found)).tolist()
+        return [
+            of_group.limited(which, keys, MissReason.LEASE_LIMIT)
+            for of_group, which, keys in zip(found, fresh, leasable, strict=True)
+        ]
 
     def hold(self, lease: Lease, blocks: BlockIds) -> None:
         """Pin READY blocks that were promoted for a lease, unless it has ended or leases may not pin more."""

@@ -73,9 +73,11 @@ class OpenNamespaces(dict[bytes, Namespace]):
         self._set_number(namespace, self._next_number)
         for group, successor in zip(old, namespace.groups, strict=True):
             self._life.retire(group)
+            successor.set_sizes(group.lengths, group.sizes)
             numbers = (*group.unswept, group.number)
             successor.unswept = [number for number in numbers if number in self._life.unswept]
-            successor.predecessors, group.predecessors = (group, *group.predecessors)[:KNOWN_RESETS], ()
+            successor.predecessors = (group, *group.predecessors)[:KNOWN_RESETS]
+            group.predecessors = ()  # else every earlier group would live as long as the namespace
 
     def forget(self, namespace: Namespace) -> None:
         """Forget a namespace that has no blocks in the index and that no session has open.
@@ -105,6 +107,7 @@ class OpenNamespaces(dict[bytes, Namespace]):
         namespace.generation = record.generation
         self[namespace.fingerprint] = namespace
         self._set_number(namespace, record.number)
+        self._set_sizes(namespace)
         return namespace.groups
 
     def save(self) -> None:
@@ -123,13 +126,12 @@ class OpenNamespaces(dict[bytes, Namespace]):
             logger.warning("Too many namespaces (%d) to persist: %d are lost at a restart.", count, count - len(kept))
 
     def _set_number(self, namespace: Namespace, number: int) -> None:
-        """Set the namespace's number and give it new groups for its blocks."""
+        """Set the namespace's number and give it new groups for its blocks, without sizes."""
         namespace.number = number
         self._next_number = max(self._next_number, number + 1)
         first, self._next_group = self._next_group, self._next_group + len(namespace.specs)
         namespace.groups = [Group(first + index, namespace, index) for index in range(len(namespace.specs))]
         self._life.blocks.groups.update((group.number, group) for group in namespace.groups)
-        self._set_sizes(namespace)
 
     def _set_sizes(self, namespace: Namespace) -> None:
         """Set the groups' sizes. Groups can have blocks once all ranks have registered."""
