@@ -68,6 +68,5 @@ class Askers:
         self._of[blocks] = SEVERAL
 
     def are_alone(self, blocks: BlockIds, giver: int) -> npt.NDArray[np.bool_]:
-        """Return whether only prompts of this giver have asked for each block."""
-        alone: npt.NDArray[np.bool_] = self._of[blocks] == (giver or SEVERAL + 1)
-        return alone
+        """Return whether only prompts of this giver, 0 if unknown, have asked for each block."""
+        return self._of[blocks] == giver if giver else np.zeros(len(blocks), np.bool_)

@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from kvoffd.cache.askers import Askers
 from kvoffd.cache.awaited_keys import AwaitedKeys
-from kvoffd.cache.block_table import BlockIds, BlockTable
+from kvoffd.cache.block_table import NO_BLOCKS, BlockIds, BlockTable
 from kvoffd.cache.namespace import Group, Namespace
 from kvoffd.cache.policy import BATCH, Admission, Chain, Policy
 
@@ -32,11 +32,13 @@ RETAINED_SHARE = 0.25
 """Part of the pool, and of a namespace's quota, that hints may retain."""
 AWAITED_S = 60.0
 """Time for which a hint also retains blocks that are still to be stored: engines store the last ones after it."""
-PART, PARTS = 256, 64
-"""Most blocks of one hint that lose their retention together, and least parts of all that hints may retain."""
-SET_ASIDE_AT_ONCE, SOON = 2048, 64
-"""Next blocks to be evicted that one step examines, at most 1/SOON of the pool's slot numbers; and blocks that
-evictions may set aside between two steps."""
+MOST_TOGETHER, LEAST_RETENTIONS = 256, 64
+"""Most blocks of one retention, which end together; and retentions at least into which all that hints may retain is
+divided, if blocks are so large that this gives smaller ones."""
+SET_ASIDE_AT_ONCE = 2048
+"""Next blocks to be evicted that one step examines, and those that evictions may set aside between two steps."""
+SOON_DIVISOR = 64
+"""A step examines no more blocks than 1/64 of the pool's slot numbers."""
 ENDED_AT_ONCE = 1024
 """Lapsed retentions that one step ends, and others that one hint displaces."""
 MAX_ENDED = 1024
@@ -44,7 +46,7 @@ MAX_ENDED = 1024
 RELEASED = 1
 """Number of all released blocks, instead of a retention's."""
 ANY = 0
-"""Giver of a wish that several have: no release ends it."""
+"""Giver of a wish that hints of several givers made, or one of an unknown giver: no release ends it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -54,7 +56,7 @@ class Wish:
     Attributes:
         session: session whose share its blocks count for.
         giver: who may release them; ANY for nobody.
-        payer: giver of the hint that came first.
+        payer: giver of the first of its hints, for whose limit of awaited keys it counts.
         filling: the retention that takes the next blocks.
     """
 
@@ -70,9 +72,11 @@ class Wish:
         """Return the wish to do both, which is one of the two where it includes the other."""
         priority, deadline = max(self.priority, other.priority), max(self.deadline, other.deadline)
         giver = self.giver if self.giver == other.giver else ANY
-        for one in (self, other) if other.payer == self.payer and other.session == self.session else (self,):
-            if (giver, priority, deadline) == (one.giver, one.priority, one.deadline):
-                return one
+        if (giver, priority, deadline) == (self.giver, self.priority, self.deadline):
+            return self
+        counts_alike = (other.payer, other.session) == (self.payer, self.session)
+        if counts_alike and (giver, priority, deadline) == (other.giver, other.priority, other.deadline):
+            return other
         return Wish(self.namespace, self.session, giver, self.payer, priority, deadline)
 
 
@@ -86,12 +90,12 @@ class Retention:
     """Blocks that it may still take."""
     nbytes: int = 0
     """Pool bytes of its blocks; 0 once it has ended."""
-    aside: dict[int, None] = field(default_factory=dict)
-    """Its blocks that the policy would have evicted, in the policy's order."""
+    aside: dict[int, bool] = field(default_factory=dict)
+    """Its blocks that the policy would have evicted, in the policy's order; all values are True."""
 
 
 class HintedOrder:
-    """The order of eviction: released blocks, those set aside until their hint lapsed, the policy's, retained ones by
+    """The order of eviction: released blocks, those set aside whose retention has ended, the policy's, retained ones by
     priority.
 
     Methods with a name of ``Policy``'s do the same.
@@ -116,12 +120,12 @@ class HintedOrder:
         """Retentions by number that have blocks and have not ended."""
         self._ranked: dict[tuple[int, int], dict[int, Retention]] = {}
         """The same by priority and session, oldest first."""
-        self._lapsed: dict[int, Retention] = {}
+        self._ended: dict[int, Retention] = {}
         """Retentions that have ended and have blocks aside."""
         self._deadlines: list[tuple[float, int]] = []
         self._numbers = count(RELEASED + 1)
-        self._released: dict[int, None] = {}
-        """Released blocks, which have left the policy, in the order in which they are evicted."""
+        self._released: dict[int, bool] = {}
+        """Released blocks, which have left the policy, in the order in which they are evicted; all values are True."""
         self._awaited = AwaitedKeys()
         self._askers = Askers(len(blocks.state))
         self.retained_bytes = 0
@@ -157,11 +161,12 @@ class HintedOrder:
 
     def retain(self, wish: Wish, group: Group, ready: BlockIds, absent: Sequence[bytes]) -> None:
         """Retain READY blocks, root first, and those of other keys if they are stored within AWAITED_S."""
-        joined: dict[int, Wish] = {}
+        joined: dict[Wish, Wish] = {}
 
         def join(old: Wish, new: Wish) -> Wish:
-            if (found := joined.get(id(old))) is None:
-                joined[id(old)] = found = old.joined(new)
+            """Return one wish for all keys that had the same."""
+            if (found := joined.get(old)) is None:
+                joined[old] = found = old.joined(new)
             return found
 
         names = [(group.number, key) for key in absent]
@@ -181,25 +186,25 @@ class HintedOrder:
         if (inner := released[~self._unmark(group, released)]).size:
             self._policy.remove(group, inner, self._blocks.keys(inner, group.key_bytes))
         self._hint_of[released] = RELEASED
-        self._released.update(dict.fromkeys(released.tolist()))
+        self._released.update(dict.fromkeys(released.tolist(), True))
         group.namespace.counters.released_blocks += len(released)
 
     def _retain(self, wish: Wish, group: Group, blocks: BlockIds) -> None:
+        """Retain READY blocks: those that another wish retains for both, the others as far as they fit."""
         self.end_lapsed()
         if wish.deadline <= self._clock():
             return
         are_retained, counters = self.are_retained(blocks), group.namespace.counters
         retained, wanted = blocks[are_retained], blocks[~are_retained]
-        wishes: dict[int, Wish] = {}
+        wishes: dict[Wish, Wish] = {}
         for number, at in _by_number(self._hint_of[retained]):
             old, members = self._retentions[number].wish, retained[at]
-            if (both := wishes.setdefault(id(old), old.joined(wish))) is not old:
+            if (both := wishes.setdefault(old, old.joined(wish))) is not old:  # else the old one includes this
                 self._insert(group, members[self._unmark(group, members)][::-1])
                 self._put(both, group, members)
-        each = group.block_bytes
         if (quota := self._quotas.get(wish.namespace.fingerprint)) is not None:
-            wanted = self._fitting(wish, wanted, each, int(RETAINED_SHARE * quota), wish.namespace)
-        wanted = self._fitting(wish, wanted, each, self._most_bytes, None)
+            wanted = self._fitting(wish, wanted, group.block_bytes, int(RETAINED_SHARE * quota), wish.namespace)
+        wanted = self._fitting(wish, wanted, group.block_bytes, self._most_bytes, self)
         counters.unretained_blocks += int((~are_retained).sum()) - len(wanted)
         counters.retained_blocks += len(wanted)
         self._insert(group, wanted[self._unmark(group, wanted)][::-1])
@@ -207,11 +212,11 @@ class HintedOrder:
 
     def _put(self, wish: Wish, group: Group, blocks: BlockIds) -> None:
         """Retain blocks that are in the policy's order and have no other hint."""
-        part = max(1, min(PART, self._most_bytes // (PARTS * max(1, group.block_bytes))))
+        most = max(1, min(MOST_TOGETHER, self._most_bytes // (LEAST_RETENTIONS * max(1, group.block_bytes))))
         while blocks.size:
             one = wish.filling
             if one is None or not one.left or one.number not in self._retentions:
-                one = wish.filling = Retention(wish, next(self._numbers), part)
+                one = wish.filling = Retention(wish, next(self._numbers), most)
                 self._retentions[one.number] = one
                 self._ranked.setdefault((wish.priority, wish.session), {})[one.number] = one
                 heapq.heappush(self._deadlines, (wish.deadline, one.number))
@@ -224,20 +229,20 @@ class HintedOrder:
             self._deadlines = sorted((one.wish.deadline, number) for number, one in self._retentions.items())
 
     def _fitting(
-        self, wish: Wish, blocks: BlockIds, each: int, most_bytes: int, namespace: Namespace | None
+        self, wish: Wish, blocks: BlockIds, block_bytes: int, most_bytes: int, within: Namespace | HintedOrder
     ) -> BlockIds:
-        """Return the first blocks that may be retained, in a namespace or in all, after others were displaced."""
-        target = most_bytes - len(blocks) * each
-        if (self.retained_bytes if namespace is None else namespace.retained_bytes) > target:
-            self._displace(wish, max(0, target), namespace)
-        now = self.retained_bytes if namespace is None else namespace.retained_bytes
-        return blocks[: max(0, most_bytes - now) // max(1, each)]
+        """Return the first blocks that may be retained ``within`` a namespace, or ``self`` for the whole pool, after
+        others were displaced."""
+        target = most_bytes - len(blocks) * block_bytes
+        if within.retained_bytes > target:
+            self._displace(wish, max(0, target), within)
+        return blocks[: max(0, most_bytes - within.retained_bytes) // max(1, block_bytes)]
 
-    def _displace(self, wish: Wish, target: int, namespace: Namespace | None) -> None:
-        """End retentions for a wish, until those of a namespace, or all, have ``target`` bytes.
+    def _displace(self, wish: Wish, target: int, within: Namespace | HintedOrder) -> None:
+        """End retentions for a wish, until those of a namespace, or all, have at most ``target`` bytes.
 
-        They are of lower priority, and of its session or of one that has more than its share. For the wish's own share
-        they may be of any priority.
+        They are of lower priority, and of its session or of one that has more than its share. Of such a session they
+        may be of any priority while the wish's own session has less than its share.
         """
         share = self._most_bytes // len({*self._retained_bytes_of, wish.session})
         left, may_take = ENDED_AT_ONCE, share - self._retained_bytes_of.get(wish.session, 0)
@@ -246,12 +251,13 @@ class HintedOrder:
             if own and not lower:
                 continue
             for one in list(islice(reversed(self._ranked[priority, session].values()), left)):
-                if (self.retained_bytes if namespace is None else namespace.retained_bytes) <= target:
+                if within.retained_bytes <= target:
                     return
-                if not own and (self._retained_bytes_of[session] <= share or not (lower or one.nbytes <= may_take)):
+                has_more = self._retained_bytes_of[session] > share
+                if not own and not (has_more and (lower or one.nbytes <= may_take)):
                     break
                 left -= 1
-                if namespace in (None, one.wish.namespace):
+                if within in (self, one.wish.namespace):
                     may_take -= one.nbytes
                     self._end(one)
 
@@ -260,7 +266,7 @@ class HintedOrder:
         self._unlist(one)
         self._count(one, -one.nbytes)
         if one.aside:
-            self._lapsed[one.number] = one
+            self._ended[one.number] = one
 
     def _unlist(self, one: Retention) -> None:
         del self._retentions[one.number]
@@ -290,7 +296,7 @@ class HintedOrder:
         self._set_aside_left = SET_ASIDE_AT_ONCE
         if not (self._retained_may_be_next and self._retentions):
             return False
-        soon = self._policy.first(min(SET_ASIDE_AT_ONCE, len(self._hint_of) // SOON))
+        soon = self._policy.first(min(SET_ASIDE_AT_ONCE, len(self._hint_of) // SOON_DIVISOR))
         retained = self.are_retained(soon)
         self._set_aside(soon[retained])
         self._retained_may_be_next = bool(retained.any())
@@ -332,19 +338,19 @@ class HintedOrder:
         for number, at in _by_number(numbers[hinted]):
             at = hinted[at]
             members = blocks[at].tolist()
-            if number == RELEASED:  # a lookup may name a key twice
-                outside[at] = [self._released.pop(block, 0) is None for block in members]
+            if number == RELEASED:  # a lookup may name a key twice: its block is in ``_released`` once
+                outside[at] = [self._released.pop(block, False) for block in members]
                 continue
-            one = self._retentions.get(number) or self._lapsed.get(number)
+            one = self._retentions.get(number) or self._ended.get(number)
             if one is not None:
                 if one.aside:
-                    outside[at] = [one.aside.pop(block, 0) is None for block in members]
-                if one.nbytes:
+                    outside[at] = [one.aside.pop(block, False) for block in members]
+                if one.nbytes:  # it has not ended
                     self._count(one, -group.block_bytes * len(members))
                     if not one.nbytes:
                         self._unlist(one)
                 elif not one.aside:
-                    del self._lapsed[number]
+                    del self._ended[number]
         self._hint_of[blocks] = 0
         return outside
 
@@ -352,7 +358,7 @@ class HintedOrder:
 
     @property
     def _has_hints(self) -> bool:
-        return bool(self._retentions or self._lapsed or self._released)
+        return bool(self._retentions or self._ended or self._released)
 
     def requested(self, chains: Sequence[Chain]) -> None:
         """As the policy's. A block that was set aside or released is in the policy's order again."""
@@ -369,7 +375,7 @@ class HintedOrder:
         others, back = ready[~retained], []
         for number, at in _by_number(self._hint_of[ready[retained]]):
             if aside := self._retentions[number].aside:
-                back += [block for block in ready[retained][at].tolist() if aside.pop(block, 0) is None]
+                back += [block for block in ready[retained][at].tolist() if aside.pop(block, False)]
         self._insert(group, np.concatenate([np.array(back, np.uint32), others[self._unmark(group, others)]])[::-1])
 
     def _insert(self, group: Group, blocks: BlockIds) -> None:
@@ -383,7 +389,7 @@ class HintedOrder:
             return
         split = np.frombuffer(keys, group.namespace.key_type).tolist()
         wishes = [self._awaited.take((group.number, key)) for key in split]
-        for wish in {id(one): one for one in wishes if one is not None}.values():
+        for wish in dict.fromkeys(one for one in wishes if one is not None):
             members = np.array([one is wish for one in wishes], np.bool_)
             self._retain(wish, group, blocks[members][::-1])
 
@@ -399,7 +405,8 @@ class HintedOrder:
         hints = list(zip(blocks.tolist(), self._live_of(blocks), strict=True))
         others = [block for block, hint in hints if hint is None]
         retained = [block for block, hint in hints if hint is not None and block not in hint.aside]
-        for order, numbers in ((self, others), (self._policy, retained)):  # ``self.remove`` would end a hint
+        # ``self.remove`` ends hints, and ``self.insert`` makes awaited ones: retained blocks move in the policy alone.
+        for order, numbers in ((self, others), (self._policy, retained)):
             for group, members in self._blocks.by_group(np.array(numbers, np.uint32)):
                 keys = self._blocks.keys(members, group.key_bytes)
                 order.remove(group, members, keys)
@@ -414,7 +421,7 @@ class HintedOrder:
                 if self._awaited.get((group.number, key)) is not None:
                     scores[at] = inf
             runs = [(len(list(run)), score) for score, run in groupby(scores)]
-        if self._released or self._lapsed:
+        if self._released or self._ended:
             lowest = -inf
         elif self._retentions:
             lowest = min(lowest, float_info.max)
@@ -424,29 +431,20 @@ class HintedOrder:
         self.end_lapsed()
         return self._first(count, below)
 
-    def candidates(self, below: float = inf) -> Iterator[BlockIds]:
-        """Yield all of these in batches. Any change of the order ends the iteration."""
-        self.end_lapsed()
-        given, most = _first_of((), 0), BATCH
-        while (found := self._first(most, below)).size > given.size:
-            # What was set aside may have moved others in the order of ``arc``.
-            same = np.array_equal(found[: given.size], given)
-            yield found[given.size :] if same else found[~np.isin(found, given)]
-            given, most = found if same else np.union1d(given, found), 4 * most
-
     def _first(self, count: int, below: float) -> BlockIds:
         if not self._has_hints:
             return self._policy.first(count, below)
-        lapsed = (one.aside for one in self._lapsed.values())
-        early = _first_of(chained(self._released, chained.from_iterable(lapsed)), count)
+        ended = (one.aside for one in self._ended.values())
+        early = _first_of(chained(self._released, chained.from_iterable(ended)), count)
         order, left = [early], count - len(early)
         while left:
             found = self._policy.first(left, below)
             retained = self.are_retained(found)
-            if not (self._set_aside_left and retained.any()):  # rarely too many to look behind them: they go too
+            if not (self._set_aside_left and retained.any()):  # rarely, too many were set aside: retained ones go too
                 order.append(found)
                 left -= len(found)
                 break
+            # Set those aside that are retained, as many as this step may, and look again.
             few = found[retained][: self._set_aside_left]
             self._set_aside_left -= len(few)
             self._set_aside(few)
@@ -455,10 +453,20 @@ class HintedOrder:
             order.append(_first_of(chained.from_iterable(one.aside for one in chained.from_iterable(ranked)), left))
         return np.concatenate(order)
 
+    def candidates(self, below: float = inf) -> Iterator[BlockIds]:
+        """Yield all that ``first`` returns in batches. Any change of the order ends the iteration."""
+        self.end_lapsed()  # once, as it changes the order
+        given, most = NO_BLOCKS, BATCH
+        while (found := self._first(most, below)).size > given.size:
+            # What was set aside may have moved others in the order of ``arc``.
+            same = np.array_equal(found[: given.size], given)
+            yield found[given.size :] if same else found[~np.isin(found, given)]
+            given, most = found if same else np.union1d(given, found), 4 * most
+
     def _set_aside(self, blocks: BlockIds) -> None:
         """Take retained blocks out of the policy, which would evict them next."""
         for block, number in zip(blocks.tolist(), self._hint_of[blocks].tolist(), strict=True):
-            self._retentions[number].aside[block] = None
+            self._retentions[number].aside[block] = True
         for group, members in self._blocks.by_group(blocks):
             self._policy.remove(group, members, self._blocks.keys(members, group.key_bytes))
 

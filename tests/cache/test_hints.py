@@ -226,7 +226,7 @@ def test_hints_of_keys_that_never_come_take_little_memory(monkeypatch: pytest.Mo
     rig.cache.tick()
     assert not rig.cache.order._awaited
     assert not rig.cache.order._retentions
-    assert not rig.cache.order._lapsed
+    assert not rig.cache.order._ended
 
 
 @pytest.mark.parametrize("policy", POLICIES)
