@@ -18,7 +18,7 @@ from kvoffd.cache.block_table import CAME, FOUND, IN_A_TIER, UNANSWERED_YET
 from kvoffd.cache.namespace import ABSENT_REASONS, MissReason, Namespace
 from kvoffd.cache.policy import Chain
 
-OF_READS = frozenset(
+READ_FAILURES = frozenset(
     {
         MissReason.TIER_FAILED,
         MissReason.TIER_LATE,
@@ -48,6 +48,9 @@ Beyond the limit the oldest prompt is counted without a report."""
 class AskedKeys:
     """Keys of one group in one lookup.
 
+    While the lookup runs, tiers ``mark`` keys. Then ``found`` records the rest. Until the prompt is counted, ``missed``
+    and ``set`` correct keys by what tiers answer and read.
+
     Attributes:
         reported: whether they are counted once the engine reports the prompt's outcome, not at once.
         reasons: by key the ``MissReason``, or one of FOUND, CAME, IN_A_TIER and UNANSWERED_YET. Once the prompt is
@@ -70,7 +73,7 @@ class AskedKeys:
         self._marks: list[tuple[int, int, int]] = []
 
     def mark(self, first: int, end: int, reason: int) -> None:
-        """Record a reason for keys ``first`` to ``end``, before ``found`` is called; TIER_DOWN for absent ones only."""
+        """Record a reason for keys ``first`` to ``end`` that ``found`` will set; TIER_DOWN for absent ones only."""
         self._marks.append((first, end, reason))
 
     def tier_is_down(self, name: str) -> None:
@@ -89,9 +92,9 @@ class AskedKeys:
         """Record what the lookup found."""
         self.chain, self.reasons = chain, bytearray(reasons)
         for first, end, reason in self._marks:
-            its = self.reasons[first:end]
+            before = self.reasons[first:end]
             is_down = reason == MissReason.TIER_DOWN
-            self.reasons[first:end] = its.translate(_WHILE_DOWN) if is_down else bytes([reason]) * len(its)
+            self.reasons[first:end] = before.translate(_WHILE_DOWN) if is_down else bytes([reason]) * len(before)
         self._marks.clear()
         if not self.reported:
             count_misses(self.namespace, self.reasons)
@@ -162,79 +165,91 @@ def count_prompt(
     Without an outcome, found keys were not needed. ``reasons_now``: returns the reasons of a chain's keys from one on,
     as the block table remembers them by now.
     """
-    own, covered, coming = Counter[int](), Counter[int](), Counter[int]()
-    if outcome is not None:
-        own.update(dict(enumerate(outcome.own)))
-        covered.update(dict(enumerate(outcome.covered)))
-        coming.update(dict(enumerate(outcome.coming)))
-    rest: list[tuple[AskedKeys, int, int]] = []
+    if outcome is None:
+        for part in parts:
+            count_misses(part.namespace, part.reasons)
+            found = sum(map(part.reasons.count, (FOUND, CAME, IN_A_TIER, UNANSWERED_YET)))
+            part.namespace.counters.covered_keys += found
+        return [(_chain_of(part, 0), 0) for part in parts]
+    # Keys of a group that are still to be found in its parts: several lookups may have had parts of the prompt.
+    own, covered, coming = (Counter(dict(enumerate(each))) for each in (outcome.own, outcome.covered, outcome.coming))
+    bounds: list[tuple[AskedKeys, int, int]] = []
+    """Each part, the end of its covered keys, and of those behind them that were in the pool or coming."""
     chains: list[tuple[Chain, int]] = []
     for part in parts:
         assert part.chain is not None
-        group, count = part.chain.group, len(part.reasons)
-        count_own = min(count, own[group.index])
-        chains.append((part.chain._replace(findable=_findable(part.reasons, count_own)), count_own))
-        begin = min(count, covered[group.index])
-        part.namespace.counters.covered_keys += begin
-        end = min(count, begin + coming[group.index])
-        rest.append((part, begin, end))
-        own[group.index] = max(0, own[group.index] - count)
-        covered[group.index] -= begin
-        coming[group.index] -= end - begin
-    if outcome is None:
-        for part, begin, _ in rest:
-            count_misses(part.namespace, its := part.reasons[begin:])
-            part.namespace.counters.covered_keys += sum(map(its.count, (FOUND, CAME, IN_A_TIER, UNANSWERED_YET)))
-        return chains
-    for part, _, end in rest:
-        if outcome.unloaded is None and IN_A_TIER in part.reasons[end:] and part.chain is not None:
-            _take_failed_reads(part.reasons, end, reasons_now(part.chain, end))
-    tables = _tables(outcome, b"".join([part.reasons[begin:] for part, begin, _ in rest]))
-    for part, begin, end in rest:
-        its = part.reasons
-        its[:begin] = bytes([FOUND]) * begin
-        its[begin:end] = its[begin:end].translate(tables[0])
-        its[end:] = its[end:].translate(tables[1])
-        count_misses(part.namespace, its[begin:])
+        index, count = part.chain.group.index, len(part.reasons)
+        count_own = min(count, own[index])
+        chains.append((_chain_of(part, count_own), count_own))
+        covered_end = min(count, covered[index])
+        part.namespace.counters.covered_keys += covered_end
+        coming_end = min(count, covered_end + coming[index])
+        bounds.append((part, covered_end, coming_end))
+        own[index] = max(0, own[index] - count)
+        covered[index] -= covered_end
+        coming[index] -= coming_end - covered_end
+    for part, _, coming_end in bounds:
+        if outcome.unloaded is None and IN_A_TIER in part.reasons[coming_end:] and part.chain is not None:
+            _take_failed_reads(part.reasons, coming_end, reasons_now(part.chain, coming_end))
+    tables = _tables(outcome, b"".join([part.reasons[covered_end:] for part, covered_end, _ in bounds]))
+    for part, covered_end, coming_end in bounds:
+        reasons = part.reasons
+        reasons[:covered_end] = bytes([FOUND]) * covered_end
+        reasons[covered_end:coming_end] = reasons[covered_end:coming_end].translate(tables.coming)
+        reasons[coming_end:] = reasons[coming_end:].translate(tables.behind)
+        count_misses(part.namespace, reasons[covered_end:])
     return chains
+
+
+def _chain_of(part: AskedKeys, own: int) -> Chain:
+    """Return the chain of a part's keys, with what is known of it by now. ``own``: leading keys of the engine's own."""
+    assert part.chain is not None
+    return part.chain._replace(findable=_findable(part.reasons, own))
 
 
 def _take_failed_reads(reasons: bytearray, first: int, now: bytes) -> None:
     """Set the reasons of keys from ``first`` on that a tier had, and that a later lookup of the prompt did not get."""
     for at, reason in enumerate(now, first):
-        if reasons[at] == IN_A_TIER and reason in OF_READS:
+        if reasons[at] == IN_A_TIER and reason in READ_FAILURES:
             reasons[at] = reason
 
 
-def _tables(outcome: PromptUse, reasons: bytes) -> tuple[bytes, bytes]:
-    """Return the tables that make reasons of FOUND, CAME, IN_A_TIER and UNANSWERED_YET: for keys that were in the pool
-    or coming when the engine began to compute, and for those behind them. ``reasons``: those of all keys not covered.
-    """
+class _Tables(NamedTuple):
+    """Tables for ``bytes.translate`` that make a ``MissReason`` of FOUND, CAME, IN_A_TIER and UNANSWERED_YET."""
+
+    coming: bytes
+    """For keys that were in the pool or coming when the engine began to compute."""
+    behind: bytes
+    """For those behind them."""
+
+
+def _tables(outcome: PromptUse, reasons: bytes) -> _Tables:
+    """Return the tables for a prompt's keys. ``reasons``: those of all keys that are not covered."""
     there, may_come = (sum(map(reasons.count, values)) for values in ((FOUND, CAME), (IN_A_TIER, UNANSWERED_YET)))
-    has_gap = there < len(reasons) or outcome.not_awaited is not None
-    is_behind = there + may_come < len(reasons) or outcome.not_awaited is not None
-    last = MissReason.AFTER_GAP if has_gap else MissReason.NOT_LOADED
-    awaited, known = bytearray(range(256)), bytearray(range(256))
-    known[FOUND] = known[CAME] = awaited[FOUND] = awaited[CAME] = last
-    known[IN_A_TIER] = awaited[IN_A_TIER] = MissReason.TIER_LATE
-    known[UNANSWERED_YET] = awaited[UNANSWERED_YET] = MissReason.UNANSWERED
-    if is_behind:  # nobody had it read: the gap had ended the prompt's use
-        known[IN_A_TIER] = MissReason.AFTER_GAP
+    all_there = there == len(reasons) and outcome.not_awaited is None
+    all_may_come = there + may_come == len(reasons) and outcome.not_awaited is None
+    coming = bytearray(range(256))
+    coming[FOUND] = coming[CAME] = MissReason.NOT_LOADED if all_there else MissReason.AFTER_GAP
+    coming[IN_A_TIER] = MissReason.TIER_LATE
+    coming[UNANSWERED_YET] = MissReason.UNANSWERED
+    behind = coming.copy()
+    if not all_may_come:  # nobody had it read: the gap had ended the prompt's use
+        behind[IN_A_TIER] = MissReason.AFTER_GAP
     if (why := outcome.not_awaited) is not None:
-        awaited[CAME] = awaited[UNANSWERED_YET] = why
-        awaited[IN_A_TIER] = MissReason.TIER_LATE if why is MissReason.UNANSWERED else why  # it was answered since
+        coming[CAME] = coming[UNANSWERED_YET] = why
+        coming[IN_A_TIER] = MissReason.TIER_LATE if why is MissReason.UNANSWERED else why  # it was answered since
         if why is MissReason.TIER_LATE:  # a later lookup of the prompt than the counted one found these
             for reason in ABSENT_REASONS:
-                awaited[reason] = why
+                coming[reason] = why
     if outcome.unloaded is not None:
         for value in (FOUND, CAME, IN_A_TIER, UNANSWERED_YET):
-            known[value] = awaited[value] = outcome.unloaded
-    return bytes(awaited), bytes(known)
+            coming[value] = behind[value] = outcome.unloaded
+    return _Tables(bytes(coming), bytes(behind))
 
 
 def _findable(reasons: bytearray, own: int) -> int:
-    """Return how many keys come before the first, behind the engine's own, that had not been stored when it was asked
-    for, or was dropped for another reason than space."""
+    """Return the index of the first key that no pool of any size would have had; of all keys if there is none. The
+    first ``own`` are the engine's."""
     return min((at for reason in NOT_FOR_SPACE if (at := reasons.find(reason, own)) >= 0), default=len(reasons))
 
 

@@ -18,9 +18,10 @@ from kvoffd.cache.namespace import Namespace
 MAX_KNOWN = 32_768
 """Blocks of all namespaces that are remembered, about 250 bytes each. A namespace that comes gets its part of them."""
 FORGOTTEN_AT_ONCE = 4
-MAX_QUEUED_BYTES = 16 << 20
-MAX_QUEUED, BLOCKS_PER_TICK = 4096, 256
-"""Most blocks that wait for ``tick``, beyond which further ones are left out; and blocks of one call: 1 to 3 ms."""
+"""Places, and contents, that a new block makes a namespace forget while it has too many."""
+MAX_QUEUED, MAX_QUEUED_BYTES, BLOCKS_PER_TICK = 4096, 16 << 20, 256
+"""Most blocks that wait for ``tick``, and bytes of their tokens, beyond which further ones are left out; and blocks of
+one call: 1 to 3 ms."""
 MAX_POINTS = 64
 """Branch points of a namespace; the one that costs least goes."""
 HALVED_EVERY_S = 86_400.0
@@ -48,7 +49,7 @@ class Branch:
 
 @dataclass(slots=True, eq=False)
 class _Place:
-    """A known block. ``point``: the branch point before it, if there is one."""
+    """A known block. ``point``: the first branch point before it at which its prompt differed from an earlier one."""
 
     end_tokens: int
     point: Branch | None
@@ -123,7 +124,7 @@ def _add(prompts: _Prompts, key: bytes, parent: bytes, tokens: bytes) -> None:
     if own in places:  # it was stored before
         places.move_to_end(own)
         return
-    before = places.get(hash(parent)) if any(parent) else prompts.root
+    before = places.get(hash(parent)) if any(parent) else prompts.root  # a first block's parent is all zeros
     if before is None:
         return  # what comes before it is not remembered
     if before is not prompts.root:
@@ -131,9 +132,9 @@ def _add(prompts: _Prompts, key: bytes, parent: bytes, tokens: bytes) -> None:
     count = len(tokens) // TOKEN_ID_BYTES
     prompts.seen_tokens += count
     is_known, point = content in prompts.contents, before.point
-    if is_known and point is not None:
+    if is_known and point is not None:  # behind a difference: equal tokens are stored already
         point.repeated_tokens += count
-    elif not is_known and point is None and before.has_child:
+    elif not is_known and point is None and before.has_child:  # the same beginning has another continuation
         point = prompts.points.get(before)
         if point is None:
             point = prompts.points[before] = Branch(before.end_tokens)

@@ -68,11 +68,11 @@ class PromptTokens(NamedTuple):
             end = self.own + self.loaded
             starts = ((end - 1) // each - np.arange(len(numbers))[::-1]) * each
             weights = np.maximum(0, np.minimum(starts + each, end) - np.maximum(starts, self.own))
-        found, before, total = dict[Source, int](), 0, int(weights.sum())
+        found, weighed, total = dict[Source, int](), 0, int(weights.sum())
         for number in np.unique(numbers).tolist():
-            before += int(weights[numbers == number].sum())
+            weighed += int(weights[numbers == number].sum())
             source = keys.sources.get(number, POOL)
-            tokens = self.loaded * before // total - sum(found.values())
+            tokens = self.loaded * weighed // total - sum(found.values())  # so that all add up to ``loaded``
             found[source] = found.get(source, 0) + tokens
         return found
 

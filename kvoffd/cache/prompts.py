@@ -108,9 +108,11 @@ class Prompts:
         if self.curve is not None and not reported:
             for chain in chains:
                 self.curve.requested(chain)
-        for part in asked:
-            if part.chain is not None and part.chain.ready_prefix < len(part.reasons) and not part.chain.group.retired:
-                self._computing.asked(part.chain.group, part.chain.keys, part.reasons, prompt_hash)
+        if reported:  # else its misses are counted already
+            for part in asked:
+                found = part.chain
+                if found is not None and found.ready_prefix < len(part.reasons) and not found.group.retired:
+                    self._computing.asked(found.group, found.keys, part.reasons, prompt_hash)
         for watcher in self.watchers:
             watcher(chains)
 
@@ -152,7 +154,8 @@ class Prompts:
         return self._life.blocks.miss_reasons(chain.group, chain.keys[first * chain.group.key_bytes :])
 
     def tier_lacks(self, asked: AskedKeys, first: int, count: int) -> None:
-        """Record why keys are missing, which follow one another, and which a tier was asked for and has not."""
+        """Record that a tier was asked for ``count`` keys of a chain, from ``first`` on, and lacks them: why they are
+        missing."""
         if (chain := asked.chain) is None:
             return
         size = chain.group.key_bytes
