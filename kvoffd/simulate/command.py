@@ -12,7 +12,7 @@ from itertools import groupby, product
 from pathlib import Path
 from typing import TypeAlias
 
-from kvoffd.cache import POLICY_NAMES
+from kvoffd.cache import DEFAULT_POLICY, POLICY_NAMES
 from kvoffd.errors import KvoffdError
 from kvoffd.simulate import fleet_command
 from kvoffd.simulate.fleet import MEASURED_FROM_NODES, expected_bytes
@@ -26,9 +26,7 @@ from kvoffd_proto.units import format_size, parse_size
 from kvoffd_proto.verdict import MIN_LOOKUPS
 
 ALL = "all"
-DEFAULT_POLICY = "learned"
-"""Policy of a replay over several nodes unless others are given."""
-PARTS, PARTS_OF_NODES = (8, 4, 2, 1), (4,)
+DIVISORS, DIVISORS_OF_NODES = (8, 4, 2, 1), (4,)
 """Divisors of a trace's blocks that give the pool sizes unless others are given: of one pool, and of all together."""
 EXIT_ERROR, EXIT_INTERRUPTED = 2, 130
 AUTO, NOW = "auto", " (now)"
@@ -99,7 +97,7 @@ def _replay_file(given: argparse.Namespace) -> None:
 def _replay_one(given: argparse.Namespace, trace: RequestTrace, policies: Sequence[str]) -> str:
     """Replay over one pool. Returns what is to be printed."""
     block_bytes, uses = _block_bytes(given, trace), uses_of(trace)
-    sizes = _with_disks(given, _sizes(given, trace, block_bytes, uses.distinct, PARTS), block_bytes)
+    sizes = _with_disks(given, _sizes(given, trace, block_bytes, uses.distinct, DIVISORS), block_bytes)
     results = []
     for (blocks, disk_blocks), text in sizes.items():
         best = optimum_percent(uses, blocks + disk_blocks)
@@ -119,7 +117,7 @@ def _replay_nodes(given: argparse.Namespace, trace: RequestTrace, nodes: int, po
     if trace.hints:
         print(f"The {len(trace.hints):,} hints in {given.file} are left out.", file=sys.stderr)
     each = max(1, uses_of(trace).distinct // nodes)
-    sizes = _with_disks(given, _sizes(given, trace, block_bytes, each, PARTS_OF_NODES), block_bytes)
+    sizes = _with_disks(given, _sizes(given, trace, block_bytes, each, DIVISORS_OF_NODES), block_bytes)
     if nodes >= MEASURED_FROM_NODES:
         _say_memory(given, trace, nodes, policies[0], max(sizes), block_bytes)
     rows = []
@@ -180,10 +178,10 @@ def _block_bytes(given: argparse.Namespace, trace: RequestTrace) -> int:
 
 
 def _sizes(
-    given: argparse.Namespace, trace: RequestTrace, block_bytes: int, distinct: int, parts: Sequence[int]
+    given: argparse.Namespace, trace: RequestTrace, block_bytes: int, distinct: int, divisors: Sequence[int]
 ) -> dict[int, str]:
-    """Return the sizes of a pool in blocks, ascending, with the text that gave them; by default ``parts`` of the
-    ``distinct`` blocks."""
+    """Return the sizes of a pool in blocks, ascending, with the text that gave them; by default the ``distinct`` blocks
+    over the ``divisors``."""
     found: dict[int, str] = {}
     for part in filter(None, given.blocks.split(",")):
         if not part.strip().isdecimal() or not int(part):
@@ -199,7 +197,7 @@ def _sizes(
             raise ValueError(f"A pool of {part} does not hold one block of {format_size(block_bytes)}.")
         found[blocks] = part.strip()
     if not found:
-        defaults = {max(1, distinct // part) for part in parts}
+        defaults = {max(1, distinct // divisor) for divisor in divisors}
         found = {n: format_size(n * block_bytes) if block_bytes else f"{n:,} blocks" for n in defaults}
         if block_bytes and given.pool >= block_bytes:
             found[given.pool // block_bytes] = format_size(given.pool) + NOW
@@ -263,12 +261,12 @@ def _as_json(trace: RequestTrace, sizes: Sizes, results: Results) -> dict[str, o
 
 
 def _as_table(trace: RequestTrace, sizes: Sizes, results: Results, block_bytes: int) -> str:
-    of_block = [f"{trace.tokens_per_block} tokens"] * bool(trace.tokens_per_block)
-    of_block += [format_size(block_bytes)] * bool(block_bytes)
-    of = f" of {' and '.join(of_block)}" if of_block else ""
+    facts = [f"{trace.tokens_per_block} tokens"] if trace.tokens_per_block else []
+    facts += [format_size(block_bytes)] if block_bytes else []
+    of_block = f" of {' and '.join(facts)}" if facts else ""
     width, with_disk = max(map(len, ("pool", *sizes.values()))), results[0][0].disk is not None
     lines = [
-        f"{trace.name}: {len(trace.requests):,} requests, {trace.accesses:,} blocks{of}",
+        f"{trace.name}: {len(trace.requests):,} requests, {trace.accesses:,} blocks{of_block}",
         f"{'pool':>{width}}  {'policy':<14}{'hits %':>8}{'written %':>11}{'possible %':>12}"
         + (f"  {'write':<8}{'of disk %':>10}{'to disk %':>11}" if with_disk else ""),
     ]
@@ -289,28 +287,29 @@ def _as_table(trace: RequestTrace, sizes: Sizes, results: Results, block_bytes: 
 
 def _conclusion(sizes: Sizes, results: Results) -> list[str]:
     """Conclude which policy to choose: at the daemon's own size, and where the policies differ most."""
-    of_sizes = [
-        sorted(group, key=lambda result: -result[0].hit_percent)
-        for _, group in groupby(results, lambda result: (result[0].size, result[0].disk))
+    rankings = [
+        sorted(of_size, key=lambda result: -result[0].hit_percent)
+        for _, of_size in groupby(results, lambda result: (result[0].size, result[0].disk))
     ]
+    """Results by size, the best first."""
 
-    def points(group: Results) -> float:
-        return group[0][0].hit_percent - group[-1][0].hit_percent
+    def spread(ranking: Results) -> float:
+        return ranking[0][0].hit_percent - ranking[-1][0].hit_percent
 
-    found = max(of_sizes, key=points)
-    first, possible = found[0]
-    if len(found) == 1:
+    widest = max(rankings, key=spread)
+    first, possible = widest[0]
+    if len(widest) == 1:
         return []
-    if points(found) < 1:
+    if spread(widest) < 1:
         return ["", "For this traffic the policies differ by less than a point."]
     lines = [""]
-    for group in of_sizes:
-        size = sizes[group[0][0].size]
-        if NOW in size and group is not found:
-            differ = "less than a point" if points(group) < 1 else f"{points(group):.1f} points"
+    for ranking in rankings:
+        size = sizes[ranking[0][0].size]
+        if NOW in size and ranking is not widest:
+            differ = "less than a point" if spread(ranking) < 1 else f"{spread(ranking):.1f} points"
             lines.append(f"In your pool of {size.replace(NOW, '')} the policies differ by {differ}.")
-    each = ", ".join(f"{one.policy} {one.hit_percent:.1f} %" for one, _ in found)
-    best = [one.policy for one, _ in found if one.hit_percent > first.hit_percent - 1]  # a point less is as good
+    each = ", ".join(f"{one.policy} {one.hit_percent:.1f} %" for one, _ in widest)
+    best = [one.policy for one, _ in widest if one.hit_percent > first.hit_percent - 1]  # a point less is as good
     most = f"{' and '.join(best)} {'find' if len(best) > 1 else 'finds'} most"
     size = sizes[first.size]
     where = f"For this traffic {most} in a pool of {size}, where they differ most"

@@ -30,9 +30,10 @@ SESSION_BLOCKS = 2
 """Leading blocks that stand for a request's session if the trace has no sessions."""
 SOURCES = "computed", "pool", "disk", "store", "peer"
 """Places from which the tokens of a prompt come."""
-MEASURED_FROM_NODES, MEASURED_NODES = 32, 4
-"""Nodes from which on the memory of a replay is worth knowing before it begins, and nodes with which it is measured: a
-node takes up to 30 MiB, and a measurement as long as this part of a replay."""
+MEASURED_FROM_NODES = 32
+"""Nodes from which on the user sees how much memory a replay takes before it begins: a node takes up to 30 MiB."""
+MEASURED_NODES = 4
+"""Nodes with which that is measured. Of a replay over n nodes it takes 4/n of the time."""
 
 
 class Route(StrEnum):
@@ -265,9 +266,9 @@ def replay_fleet(
         loading_s = found.hits / speeds.memory_bytes + sources["disk"] / speeds.disk_bytes
         loading_s += (sources["store"] + sources["peer"]) / speeds.network_bytes
         first_token_s += loading_s * plan.block_bytes + computing_s
-        waits_s = max(0.0, float(fleet.busy_until[at]) - fleet.now)
-        wait_s += waits_s
-        fleet.busy_until[at] = fleet.now + waits_s + computing_s
+        waiting_s = max(0.0, float(fleet.busy_until[at]) - fleet.now)
+        wait_s += waiting_s
+        fleet.busy_until[at] = fleet.now + waiting_s + computing_s
     below = [node.below for node in fleet.nodes if node.below is not None]
     links = {
         "peer": sum(tier.counters.read_blocks for tier in fleet.peers),
@@ -297,10 +298,9 @@ def replay_fleet(
 
 
 def expected_bytes(trace: RequestTrace, policy: str, blocks: int, plan: FleetPlan) -> int:
-    """Return the memory that a replay over the plan's nodes takes besides the trace, by that of the first of them.
+    """Return the memory that a replay over the plan's nodes takes besides the trace, at most: a few nodes are measured.
 
-    Requests go round, so that each node has its share. A router that uses fewer nodes takes less: most memory of a node
-    is tables, of which each key touches a few pages, up to all of them.
+    Most of it is tables, of which each key touches a few pages. So it is most if requests go round, as they do here.
     """
     which = [number for number in range(len(trace.requests)) if number % plan.nodes < MEASURED_NODES]
     part = trace._replace(

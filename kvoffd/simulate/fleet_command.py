@@ -33,8 +33,8 @@ LINKS = {
     "disk_written": "to disk",
 }
 """Headings of the columns of bytes."""
-TEXTS = 4
-"""Number of leading columns that are texts."""
+TEXT_COLUMNS = ["pool", "policy", "router", "shares"]
+"""Headings of the first columns, whose cells are texts; the others have numbers."""
 
 Value = TypeVar("Value")
 Rows: TypeAlias = Sequence[tuple[str, FleetReplayed]]
@@ -50,7 +50,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def node_count(given: argparse.Namespace) -> int:
     """Return the number of nodes; 0 if the replay is that of one pool. Raises ValueError with a sentence."""
     if not given.nodes:
-        if wrong := [option for option in DEFAULTS if getattr(given, _name(option))]:
+        if wrong := [option for option in DEFAULTS if _text(given, option)]:
             raise ValueError(f"{wrong[0]} is for several nodes; give --nodes too.")
         return 0
     if not (given.nodes.isdecimal() and 1 <= int(given.nodes) <= MAX_NODES):
@@ -63,8 +63,9 @@ def make_plans(
 ) -> list[FleetPlan]:
     """Return the plan of each router's rule, with pools of this many blocks and no disks. Raises ValueError with a
     sentence."""
-    texts = {option: getattr(given, _name(option)) or default for option, default in DEFAULTS.items()}
-    if not trace.seconds and (wrong := [one for one in ("--busy-limit", "--staleness") if getattr(given, _name(one))]):
+    texts = {option: _text(given, option) or default for option, default in DEFAULTS.items()}
+    busy_limit = texts["--busy-limit"]
+    if not trace.seconds and (wrong := [one for one in ("--busy-limit", "--staleness") if _text(given, one)]):
         raise ValueError(f"{wrong[0]} needs the times of all requests, which the trace does not have.")
     if given.shared_write and not given.shared:
         raise ValueError("--shared-write needs a store; give --shared too.")
@@ -72,21 +73,23 @@ def make_plans(
         nodes,
         _speeds(texts),
         block_bytes,
-        busy_s=inf if texts["--busy-limit"] == NO_LIMIT else _read("--busy-limit", texts, parse_duration),
-        least_prefix=_read("--least-prefix", texts, _part),
-        staleness_s=_read("--staleness", texts, parse_duration),
+        busy_s=inf if busy_limit == NO_LIMIT else _read("--busy-limit", busy_limit, parse_duration),
+        least_prefix=_read("--least-prefix", texts["--least-prefix"], _part),
+        staleness_s=_read("--staleness", texts["--staleness"], parse_duration),
         peers=_peers(texts["--peers"], nodes),
         named_peer=texts["--peers"] == NAMED,
-        store_blocks=_store_blocks(texts, nodes * blocks, block_bytes),
+        store_blocks=_store_blocks(texts["--shared"], nodes * blocks, block_bytes),
         store_write=_one_of("--shared-write", texts["--shared-write"], WriteMode),
     )
     names = [*Route] if texts["--route"] == ALL else texts["--route"].split(",")
     routes = dict.fromkeys(_one_of("--route", name.strip(), Route) for name in names)
     if Route.PREFIX not in routes:
-        unused = ["--busy-limit", "--least-prefix", *["--staleness"] * (not plan.named_peer)]
-        if wrong := [option for option in unused if getattr(given, _name(option))]:
-            others = f", and for --peers {NAMED}" * (wrong[0] == "--staleness")
-            raise ValueError(f"{wrong[0]} is for --route {Route.PREFIX}{others}; add that, or leave {wrong[0]} out.")
+        users = {"--busy-limit": "", "--least-prefix": ""}
+        if not plan.named_peer:
+            users["--staleness"] = f", and for --peers {NAMED}"
+        if wrong := [option for option in users if _text(given, option)]:
+            use = f"--route {Route.PREFIX}{users[wrong[0]]}"
+            raise ValueError(f"{wrong[0]} is for {use}; add that, or leave {wrong[0]} out.")
     return [plan._replace(route=route) for route in routes]
 
 
@@ -100,13 +103,16 @@ def replays(
             yield lambda plan=plan, shares=shares: replay_fleet(trace, policy, blocks, plan, shares)  # type: ignore[misc]
 
 
-def _name(option: str) -> str:
-    return option.removeprefix("--").replace("-", "_")
+def _text(given: argparse.Namespace, option: str) -> str:
+    """Return what was given for an option; empty if nothing was."""
+    text: str = getattr(given, option.removeprefix("--").replace("-", "_"))
+    return text
 
 
-def _read(option: str, texts: dict[str, str], parse: Callable[[str], Value]) -> Value:
+def _read(option: str, text: str, parse: Callable[[str], Value]) -> Value:
+    """Return what an option's text says. Raises ValueError with a sentence."""
     try:
-        return parse(texts[option])
+        return parse(text)
     except ValueError as error:
         raise ValueError(f"{option}: {error}.") from None
 
@@ -137,9 +143,8 @@ def _peers(text: str, nodes: int) -> int:
     return int(text)
 
 
-def _store_blocks(texts: dict[str, str], pooled_blocks: int, block_bytes: int) -> int | None:
+def _store_blocks(text: str, pooled_blocks: int, block_bytes: int) -> int | None:
     """Return the blocks of the store; 0 for no limit, None for no store. ``pooled_blocks``: of all pools."""
-    text = texts["--shared"]
     times = text.removesuffix("x")
     if not text:
         return None
@@ -147,7 +152,7 @@ def _store_blocks(texts: dict[str, str], pooled_blocks: int, block_bytes: int) -
         return 0
     if text.endswith("x") and times.isdecimal() and int(times):
         return int(times) * pooled_blocks
-    if (blocks := _read("--shared", texts, parse_size) // block_bytes) < 1:
+    if (blocks := _read("--shared", text, parse_size) // block_bytes) < 1:
         raise ValueError(f"A store of {text} does not hold one block of {format_size(block_bytes)}.")
     return blocks
 
@@ -159,7 +164,7 @@ def _speeds(texts: dict[str, str]) -> Speeds:
         name, _, text = part.strip().partition("=")
         if name not in ("compute", "memory", "disk", "network"):
             raise ValueError(f"--speeds {part}: write some of {DEFAULTS['--speeds']}.")
-        found[name] = _read("--speeds", {"--speeds": text}, parse_size)
+        found[name] = _read("--speeds", text, parse_size)
         if not found[name]:
             raise ValueError(f"--speeds {part}: a speed is more than nothing.")
     return Speeds(found["compute"], found["memory"], found["disk"], found["network"])
@@ -192,8 +197,9 @@ def as_table(trace: RequestTrace, rows: Rows) -> str:
     ]
     sources = [source for source in SOURCES if source in SOURCES[:2] or any(one.tokens[source] for one in every)]
     links = [link for link in LINKS if any(one.links[link] for one in every)]
-    heads = ["pool", "policy", "router", "shares", *(f"{source} %" for source in sources)]
-    heads += ["repeated %", "copies", "first token s", *["wait s"] * bool(trace.seconds)]
+    heads = [*TEXT_COLUMNS, *(f"{source} %" for source in sources), "repeated %", "copies", "first token s"]
+    if trace.seconds:
+        heads.append("wait s")
     table = [[*heads, *(LINKS[link] for link in links)]]
     for size, one in rows:
         cells = [size, one.policy, _route(one), one.shares.value, *(f"{one.percent(source):.2f}" for source in sources)]
@@ -202,10 +208,10 @@ def as_table(trace: RequestTrace, rows: Rows) -> str:
         if one.wait_s is not None:
             cells.append(f"{one.wait_s:.3f}")
         table.append([*cells, *(format_size(one.links[link]) for link in links)])
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    widths, texts = [max(map(len, column)) for column in zip(*table, strict=True)], len(TEXT_COLUMNS)
     for row in table:
-        words = [f"{cell:<{width}}" for cell, width in zip(row[:TEXTS], widths, strict=False)]
-        numbers = [f"{cell:>{width}}" for cell, width in zip(row[TEXTS:], widths[TEXTS:], strict=True)]
+        words = [f"{cell:<{width}}" for cell, width in zip(row[:texts], widths, strict=False)]
+        numbers = [f"{cell:>{width}}" for cell, width in zip(row[texts:], widths[texts:], strict=True)]
         lines.append("  ".join(words + numbers))
     return "\n".join(lines)
 

@@ -33,11 +33,12 @@ def uses_of(trace: RequestTrace) -> Uses:
     bounds = np.concatenate([[0], np.cumsum(lengths)])
     asked_by = np.repeat(np.arange(len(lengths)), lengths)
     every, keys = np.unique(np.frombuffer(b"".join(trace.requests), dtype=np.uint64), return_inverse=True)
-    order = np.argsort(keys, kind="stable")  # accesses of each key, in order
+    order = np.argsort(keys, kind="stable")  # all accesses, by key and then by time
     follows = np.append(order[1:], 0)
-    follows[np.append(np.diff(keys[order]) != 0, True)] = 0
+    follows[np.append(np.diff(keys[order]) != 0, True)] = 0  # no use follows the last one of a key
+    # If a request has a key several times, the first access of the next request follows each, not the same request's.
     for at in np.flatnonzero((asked_by[follows] == asked_by[order]) & (follows > 0))[::-1]:
-        follows[at] = follows[at + 1]  # for a request that has a key twice
+        follows[at] = follows[at + 1]
     next_use = np.empty_like(follows)
     next_use[order] = follows
     return Uses(keys.tolist(), next_use.tolist(), bounds.tolist(), len(every))

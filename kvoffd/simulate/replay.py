@@ -137,7 +137,7 @@ class Node:
         self._step_blocks = max(1, STEP_TOKENS // max(1, trace.tokens_per_block))
 
     def request(self, keys: bytes) -> FoundPrefix:
-        """Carry out a request like an engine; see the function ``request``."""
+        """Carry out a request like an engine: look up and load, then store what is missing."""
         self.cache.order.tick()
         return request(self.cache, self.namespace, keys, self.below, self._step_blocks)
 
@@ -189,13 +189,14 @@ def request(
     found = FoundPrefix(hits, _load(cache, namespace, keys[: hits * KEY_BYTES], below) if below is not None else None)
     if (ready := states.count(READY)) < len(states):
         lacking, before = keys[ready * KEY_BYTES :], keys[: ready * KEY_BYTES][-KEY_BYTES:]
-        if hits < ready:
+        if hits < ready:  # keys behind the first that is missing are there
             lacking = np.frombuffer(keys, np.uint64)[np.frombuffer(states, np.uint8) != READY].tobytes()
         for begin in range(0, len(lacking), step_blocks * KEY_BYTES):
             offered = lacking[begin : begin + step_blocks * KEY_BYTES]
             part = StorePart(0, offered, before={0: before} if before else {})
-            stored, before = cache.stores.begin(namespace, 0, [part]), offered[-KEY_BYTES:]
-            cache.stores.commit(stored, [[1] * len(part.copy) for part in stored])
+            before = offered[-KEY_BYTES:]
+            (ticket,) = cache.stores.begin(namespace, 0, [part])
+            cache.stores.commit([ticket], [[1] * len(ticket.copy)])
             if below is not None:
                 below.tick()
     cache.leases.end(SESSION, [LEASE])

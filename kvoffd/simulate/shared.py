@@ -91,15 +91,15 @@ class BlockPlaces:
         """Return those of the nodes that have the most leading keys, in pool or disk unless ``only_pools``: all of them
         if none has any, or none has at least ``least``."""
         places = [self.pools] if only_pools else [*self._places.values()]
-        media, every = [nodes_of.get for nodes_of in places], nodes
+        lookups, left = [nodes_of.get for nodes_of in places], nodes
         for count, key in enumerate(keys):
             having = 0
-            for nodes_of in media:
+            for nodes_of in lookups:
                 having |= nodes_of(key, 0)
-            if not (having := having & nodes):
-                return nodes if count >= least else every
-            nodes = having
-        return nodes
+            if not (having := having & left):
+                return left if count >= least else nodes
+            left = having
+        return left
 
 
 class NodeEvents:

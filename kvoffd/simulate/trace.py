@@ -45,7 +45,7 @@ class _Line(Struct):
     requests: list[_Line] | UnsetType = UNSET
     """Requests of a session, or of an agent in it."""
     input_length: Any = None
-    tokens: Any = field(default=None, name="in")
+    session_input_length: Any = field(default=None, name="in")
     """``input_length`` of a session's request."""
     block_tokens: Annotated[int, Meta(ge=0, lt=1 << 31)] | list[Any] | None = None
     """Tokens of a block; in kvcache-simulator's format those of each block, which are not used."""
@@ -139,86 +139,120 @@ class _Lengths:
         return fitting[0] if fitting else MOONCAKE_TOKENS
 
 
+class _TraceParts:
+    """A trace as far as it was read. ``path``: for errors, and the trace's name."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._requests: list[bytes] = []
+        self._seconds: list[float] = []
+        """Times of the requests that have one."""
+        self._sessions: list[int] = []
+        """Numbers of the sessions of requests that have one."""
+        self._session_numbers: dict[object, int] = {}
+        self._begin_together = False
+        """Whether times are those since the beginning of a session."""
+        self._hints: list[TracedHint] = []
+        self._kinds: Counter[tuple[int, int]] = Counter()
+        """Blocks by their tokens and bytes, if a line gives them."""
+        self._lengths = _Lengths()
+        self._missing = self._skipped = self._accesses = self._own_keys = 0
+
+    def add(self, line: _Line) -> None:
+        """Add a request, a hint, or the requests of a session. Raises BadTrace if the trace gets too large."""
+        self._missing += line.dropped
+        is_session = line.requests is not UNSET
+        if line.hash_ids is UNSET and not is_session:
+            self._skipped += 1
+            return
+        self._begin_together |= is_session
+        session: object = object() if is_session else line.session_id
+        own: dict[int, int] = {}
+        """Key by number, if the session's numbers mean other blocks than those of others."""
+        for one in _requests_of(line):
+            ids = one.hash_ids or []
+            self._accesses += 1 + len(ids)
+            if self._accesses > MAX_ACCESSES:
+                why = f"has more than {MAX_ACCESSES:,} requests and blocks of requests, together"
+                raise BadTrace(f"{self._path} {why}, which are too many to replay; give a part of its lines.")
+            if is_session and line.hash_id_scope == "local":
+                ids = [own.setdefault(block, OWN_KEY + self._own_keys + len(own)) for block in ids]
+            self._add_sizes(line, one, len(ids))
+            keys = b"".join([(block & MAX_KEY).to_bytes(KEY_BYTES, "big") for block in ids])
+            if line.hint is not None:
+                at = line.timestamp / 1000 if isinstance(line.timestamp, (int, float)) else 0.0
+                self._hints.append(TracedHint(len(self._requests), at, line.hint, keys, line.priority, line.ttl_s))
+                continue
+            if is_session and type(one.t) in (int, float):
+                self._seconds.append(one.t)
+            elif isinstance(one.timestamp, (int, float)):
+                self._seconds.append(max([one.timestamp / 1000, *self._seconds[-1:]]))  # never decreasing
+            if isinstance(session, str | int) or is_session:
+                self._sessions.append(self._session_numbers.setdefault(session, len(self._session_numbers)))
+            self._requests.append(keys)
+        self._own_keys += len(own)
+
+    def _add_sizes(self, line: _Line, one: _Line, blocks: int) -> None:
+        """Count the blocks of a request by their sizes, as far as the line gives them."""
+        is_session = line.requests is not UNSET
+        if is_session and line.block_size is not None:
+            self._kinds[line.block_size, 0] += blocks
+        elif (tokens := one.tokens_per_block) is not None or one.block_bytes:
+            self._kinds[MOONCAKE_TOKENS if tokens is None else tokens, one.block_bytes] += blocks
+        length = one.session_input_length if is_session else one.input_length
+        if blocks > 1 and type(length) is int:
+            self._lengths.add(blocks, length)
+
+    def trace(self, *, cut_off: bool) -> RequestTrace:
+        """Return the trace. Raises BadTrace if no object is a request."""
+        requests, seconds, sessions = self._requests, self._seconds, self._sessions
+        if self._skipped and not requests and not self._hints:
+            raise BadTrace(f"{self._path} is not a trace: none of its objects has hash_ids, or a list of requests.")
+        if len(seconds) < len(requests):
+            seconds = []
+        if len(sessions) < len(requests):
+            sessions = []
+        if self._begin_together and seconds:
+            order = sorted(range(len(seconds)), key=seconds.__getitem__)
+            requests, seconds = [requests[at] for at in order], [seconds[at] for at in order]
+            sessions = [sessions[at] for at in order] if sessions else []
+        tokens, _ = max(self._kinds, key=self._kinds.__getitem__, default=(self._lengths.block_tokens, 0))
+        sized = {kind: count for kind, count in self._kinds.items() if kind[1]}
+        blocks = sum(sized.values())
+        return RequestTrace(
+            self._path.stem.removesuffix(".jsonl"),
+            tokens,
+            requests,
+            block_bytes=sum(nbytes * count for (_, nbytes), count in sized.items()) // max(1, blocks),
+            cut_off=cut_off,
+            others=[(*kind, count / blocks) for kind, count in sorted(sized.items())] if len(sized) > 1 else [],
+            missing=self._missing,
+            seconds=seconds,
+            hints=self._hints,
+            skipped=self._skipped,
+            sessions=sessions,
+        )
+
+
 def read_trace(path: Path) -> RequestTrace:
     """Read a trace of requests or sessions: one JSON object a line, or a list of them, or one session.
 
     A request is an object whose ``hash_ids`` are its blocks, as in Mooncake's format. ``kvoffd-cli trace record``
     writes that, with more fields, compressed by gzip: client/README.md. kvcache-simulator's has a ``block_size``. A
-    session has a list of ``requests``, as those of kv-cache-tester and AIPerf. If no line gives the tokens of a block,
-    they are 512, or another power of two if only that fits the requests' lengths. A file that was cut off is read up to
-    there.
+    session has a list of ``requests``, as those of kv-cache-tester and AIPerf; all sessions begin together. If no line
+    gives the tokens of a block, they are 512, or another power of two if only that fits the requests' lengths. A file
+    that was cut off is read up to there.
 
     Sources: https://github.com/kvcache-ai/Mooncake, FAST25-release; https://github.com/callanjfox/kv-cache-tester,
     docs/trace_replay_tester.md; kvcache-simulator 0.1.3 in PyPI, README. Raises BadTrace, OSError.
     """
-    kinds: Counter[tuple[int, int]] = Counter()
-    """Blocks by their tokens and bytes, if a line gives them."""
-    requests: list[bytes] = []
-    seconds: list[float] = []
-    sessions: list[int] = []
-    session_numbers: dict[object, int] = {}
-    hints: list[TracedHint] = []
-    missing = accesses = own_keys = skipped = 0
-    has_sessions = False
-    lengths = _Lengths()
-    cut_off = False
+    parts = _TraceParts(path)
     try:
-        for line in _read(_lines(path), path):
-            missing += line.dropped
-            is_session = line.requests is not UNSET
-            if line.hash_ids is UNSET and not is_session:
-                skipped += 1
-                continue
-            has_sessions |= is_session
-            own: dict[int, int] = {}
-            session: object = object() if is_session else line.session_id
-            for one in _requests_of(line):
-                ids = one.hash_ids or []
-                count, length = len(ids), one.tokens if is_session else one.input_length
-                if (accesses := accesses + 1 + count) > MAX_ACCESSES:
-                    why = f"has more than {MAX_ACCESSES:,} requests and blocks of requests, together"
-                    raise BadTrace(f"{path} {why}, which are too many to replay; give a part of its lines.")
-                if is_session and line.hash_id_scope == "local":
-                    ids = [own.setdefault(block, OWN_KEY + own_keys + len(own)) for block in ids]
-                if is_session and line.block_size is not None:
-                    kinds[line.block_size, 0] += count
-                elif (of_block := one.tokens_per_block) is not None or one.block_bytes:
-                    kinds[MOONCAKE_TOKENS if of_block is None else of_block, one.block_bytes] += count
-                if count > 1 and type(length) is int:
-                    lengths.add(count, length)
-                keys = b"".join([(block & MAX_KEY).to_bytes(KEY_BYTES, "big") for block in ids])
-                if line.hint is not None:
-                    at = line.timestamp / 1000 if isinstance(line.timestamp, (int, float)) else 0.0
-                    hints.append(TracedHint(len(requests), at, line.hint, keys, line.priority, line.ttl_s))
-                    continue
-                if is_session and type(one.t) in (int, float):
-                    seconds.append(one.t)
-                elif isinstance(one.timestamp, (int, float)):
-                    at = one.timestamp / 1000
-                    seconds.append(max(at, *seconds[-1:]) if seconds else at)
-                if isinstance(session, str | int) or is_session:
-                    sessions.append(session_numbers.setdefault(session, len(session_numbers)))
-                requests.append(keys)
-            own_keys += len(own)
+        for line in _decoded(_lines(path), path):
+            parts.add(line)
     except EOFError:
-        cut_off = True
-    if skipped and not requests and not hints:
-        raise BadTrace(f"{path} is not a trace: none of its objects has hash_ids, or a list of requests.")
-    tokens, _ = max(kinds, key=kinds.__getitem__, default=(lengths.block_tokens, 0))
-    sized = {kind: count for kind, count in kinds.items() if kind[1]}
-    every = sum(sized.values())
-    block_bytes = sum(nbytes * count for (_, nbytes), count in sized.items()) // max(1, every)
-    others = [(*kind, count / every) for kind, count in sorted(sized.items())] if len(sized) > 1 else []
-    timed = seconds if len(seconds) == len(requests) else []
-    if len(sessions) < len(requests):
-        sessions = []
-    if has_sessions and timed:  # all sessions begin together
-        order = sorted(range(len(timed)), key=timed.__getitem__)
-        requests, timed = [requests[at] for at in order], [timed[at] for at in order]
-        sessions = [sessions[at] for at in order] if sessions else []
-    name = path.stem.removesuffix(".jsonl")
-    rest = missing, timed, hints, skipped, sessions
-    return RequestTrace(name, tokens, requests, block_bytes, cut_off, others, *rest)
+        return parts.trace(cut_off=True)
+    return parts.trace(cut_off=False)
 
 
 def _requests_of(line: _Line) -> Iterator[_Line]:
@@ -237,23 +271,24 @@ def _lines(path: Path) -> Iterator[bytes]:
         if begin.startswith(ZSTD_MAGIC):
             raise BadTrace(f"{path} is compressed with zstd; unpack it with `zstd -d`.")
         if not begin.startswith(GZIP_MAGIC):
-            yield from _split(file, path)
+            yield from _bounded_lines(file, path)
             return
         try:
             with gzip.open(file) as unpacked:
-                yield from _split(cast(BinaryIO, unpacked), path)
+                yield from _bounded_lines(cast(BinaryIO, unpacked), path)
         except (zlib.error, gzip.BadGzipFile) as error:
             raise BadTrace(f"{path} is damaged: {error}.") from None
 
 
-def _split(file: BinaryIO, path: Path) -> Iterator[bytes]:
+def _bounded_lines(file: BinaryIO, path: Path) -> Iterator[bytes]:
+    """Yield the lines of a file. Raises BadTrace for one that is too long."""
     for line in iter(partial(file.readline, MAX_LINE_BYTES), b""):
         if len(line) == MAX_LINE_BYTES:
             raise BadTrace(f"{path} is not a trace: it has a line of more than {MAX_LINE_BYTES >> 20} MiB.")
         yield line
 
 
-def _read(lines: Iterator[bytes], path: Path) -> Iterator[_Line]:
+def _decoded(lines: Iterator[bytes], path: Path) -> Iterator[_Line]:
     """Decode the lines. Raises BadTrace, and EOFError if the last one is incomplete."""
     begun = False
     for number, line in enumerate(lines, 1):
@@ -267,7 +302,7 @@ def _read(lines: Iterator[bytes], path: Path) -> Iterator[_Line]:
             except DecodeError as error:
                 if begun or isinstance(error, ValidationError) or "truncated" not in str(error):
                     raise
-                found = _DECODER.decode(_joined(line, lines, path))  # one value over several lines
+                found = _DECODER.decode(_with_rest(line, lines, path))  # one value over several lines
             begun = True
             every = found if isinstance(found, list) else [found]
             for one in every:
@@ -285,7 +320,7 @@ def _read(lines: Iterator[bytes], path: Path) -> Iterator[_Line]:
         yield from every
 
 
-def _joined(begin: bytes, lines: Iterator[bytes], path: Path) -> bytes:
+def _with_rest(begin: bytes, lines: Iterator[bytes], path: Path) -> bytes:
     """Return a line and the rest of the file."""
     parts, nbytes = [begin], len(begin)
     for line in lines:
