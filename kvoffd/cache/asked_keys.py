@@ -218,9 +218,9 @@ class _Tables(NamedTuple):
     """Tables for ``bytes.translate`` that make a ``MissReason`` of FOUND, CAME, IN_A_TIER and UNANSWERED_YET."""
 
     coming: bytes
-    """For keys that were in the pool or coming when the engine began to compute."""
+    """Table for keys that were in the pool or coming when the engine began to compute."""
     behind: bytes
-    """For those behind them."""
+    """Table for those behind them."""
 
 
 def _tables(outcome: PromptUse, reasons: bytes) -> _Tables:
