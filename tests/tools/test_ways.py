@@ -7,15 +7,15 @@ import pytest
 from tests.tools.ways import WAYS, go
 
 MOST = {
-    "lookup": (29, 20),
-    "store": (50, 36),
+    "lookup": (28, 19),
+    "store": (48, 34),
     "store-end": (20, 15),
     "load": (16, 11),
     "load-end": (22, 15),
-    "reset": (45, 26),
+    "reset": (42, 25),
     "disk-write": (78, 50),
-    "promotion": (108, 77),
-    "redis-promotion": (179, 125),
+    "promotion": (107, 77),
+    "redis-promotion": (178, 125),
 }
 """Functions of each way, and changes of file. Lower them with the way; raise them if the code reads better so."""
 
