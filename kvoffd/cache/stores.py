@@ -238,9 +238,11 @@ class BlockStores:
         the newest first: it may evict all that an older one may, so once one gets too little, older ones get none.
         """
         made, size = self._make_first(ticket, keys, indices, prompts, below), ticket.group.key_bytes
+        if made == len(indices):
+            return []
         changes = made + 1 + np.flatnonzero(np.diff(prompts[made:]))
         spans = list(pairwise([made, *changes.tolist(), len(indices)]))  # of the keys left, by prompt
-        if made == len(indices) or (len(spans) == 1 and prompts[made] == prompts.min()):
+        if len(spans) == 1 and prompts[made] == prompts.min():
             return indices[made:]
         left: list[int] = []
         for begin, end in sorted(spans, key=lambda span: int(prompts[span[0]]), reverse=True):
