@@ -25,7 +25,7 @@ from kvoffd.server.persistence import PolicyFile, State
 from kvoffd.system.files import OnError
 from kvoffd.system.limits import memory_limit
 from kvoffd.system.numa import nodes_with_gpus
-from kvoffd.system.systemd import Notifier
+from kvoffd.system.systemd import FdStore, Notifier
 from kvoffd_proto.build import with_commit
 from kvoffd_proto.stats import SLOW_PAGES
 from kvoffd_proto.units import format_duration, format_size, plural
@@ -85,7 +85,7 @@ def open_pool(
     """
     if config.pool_file:
         pool = _open_pool_file(config, notifier, stored, progress, stopped)
-    elif stored or notifier.keeps_fds is not False or config.peers or config.peer_listen:
+    elif stored or notifier.fd_store is not FdStore.NO or config.peers or config.peer_listen:
         pool = _open_memfds(config, notifier, stored, progress, stopped)
     else:  # nobody keeps it, and no helper process reads it
         pool = _make_pool(config, NewBacking(progress, stopped, takes_reserved=config.reserved_pages == "auto"))
@@ -95,7 +95,7 @@ def open_pool(
         logger.warning("The pool starts empty. %s", pool.cold_reason)
     version, size = with_commit(__version__), format_size(config.pool_bytes)
     logger.info("kvoffd %s opens a pool of %s. %s", version, size, memory_summary(config))
-    keep = "" if pool.keeper else " To keep it, set pool_file to a file in /dev/shm, or run kvoffd as a systemd unit."
+    keep = "" if pool.kept else " To keep it, set pool_file to a file in /dev/shm, or run kvoffd as a systemd unit."
     logger.info("The pool's memory %s.%s", pool.at_the_end, keep)
     if not pool.resident:
         with OnError(pool.close):
@@ -213,7 +213,7 @@ def _open_pool_file(
         pool = _make_pool(config, backing)
         with OnError(pool.close):
             backing.publish()
-    pool.keeper = f"in {config.pool_file}"
+    pool.kept = f"in {config.pool_file}"
     return pool
 
 
@@ -237,10 +237,10 @@ def _open_memfds(
     if not (pool.recovered or stopped()):  # then not all of it may be allocated
         for name, fd in zip((POOL_NAME, TABLE_NAME), pool.memory_fds, strict=True):
             notifier.store_fd(name, fd)
-    if pool.recovered or notifier.keeps_fds:
-        pool.keeper = "by systemd over restarts"
-    elif notifier.keeps_fds is None:
-        pool.keeper = "by systemd over restarts, if the unit has FileDescriptorStoreMax="
+    if pool.recovered or notifier.fd_store is FdStore.YES:
+        pool.kept = "by systemd over restarts"
+    elif notifier.fd_store is FdStore.MAYBE:
+        pool.kept = "by systemd over restarts, if the unit has FileDescriptorStoreMax="
     return pool
 
 
