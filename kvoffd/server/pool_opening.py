@@ -35,7 +35,9 @@ logger = logging.getLogger(__name__)
 SMALL_POOL_BYTES = 1 << 30
 """Up to this size a pool's pages are not measured: that would take as long as the rest of the start."""
 RELEASE_TIMEOUT_S = 5.0
+"""Time for systemd to close the descriptors of an earlier pool."""
 TOLD_S = 2.0
+"""Interval of reports of the start's progress."""
 
 
 class StartProgress:
@@ -67,7 +69,7 @@ def open_pool(
     config: Config,
     notifier: Notifier,
     stored: Mapping[str, list[int]],
-    stopped: Callable[[], bool],
+    should_stop: Callable[[], bool],
     progress: StartProgress,
     *,
     was_killed: bool = False,
@@ -76,19 +78,19 @@ def open_pool(
 
     Args:
         stored: descriptors that systemd kept, by name. Takes ownership.
+        should_stop: polled while pages are touched; once it returns True, this returns early.
         was_killed: an earlier daemon in this directory was.
-        stopped: polled while it touches pages; if true it returns early.
 
     Raises:
         PoolTooLarge: there is not enough memory.
         KvoffdError: ``pool_file`` is unusable.
     """
     if config.pool_file:
-        pool = _open_pool_file(config, notifier, stored, progress, stopped)
+        pool = _open_pool_file(config, notifier, stored, progress, should_stop)
     elif stored or notifier.fd_store is not FdStore.NO or config.peers or config.peer_listen:
-        pool = _open_memfds(config, notifier, stored, progress, stopped)
+        pool = _open_memfds(config, notifier, stored, progress, should_stop)
     else:  # nobody keeps it, and no helper process reads it
-        pool = _make_pool(config, NewBacking(progress, stopped, takes_reserved=config.reserved_pages == "auto"))
+        pool = _make_pool(config, NewBacking(progress, should_stop, takes_reserved=config.reserved_pages == "auto"))
     if was_killed and not (config.pool_file or stored):
         logger.warning("The pool starts empty. The earlier daemon was killed, and its memory ended with it.")
     if pool.cold_reason:
@@ -100,8 +102,8 @@ def open_pool(
     if not pool.resident:
         with OnError(pool.close):
             started = time.monotonic()
-            pool.touch(config.limits.touch_threads, progress, stopped)
-            if not stopped():
+            pool.touch(config.limits.touch_threads, progress, should_stop)
+            if not should_stop():
                 logger.info("The pool is in memory after %.1f s.", time.monotonic() - started)
                 log_pages(pool, config.pool_file)
     if shortage := memory_shortage(config, memory_limit()):
@@ -150,8 +152,7 @@ def restore(cache: Cache, pool: Pool, policy: PolicyFile, state: State, max_name
     known: list[Group] = []
     records = [one for one in snapshot.namespaces if state.generations.accept(one.fingerprint, one.generation)]
     records.sort(key=lambda one: one.number)  # in the order in which they were opened or last reset
-    beyond = len(records[:-max_namespaces])
-    if beyond:
+    if beyond := max(0, len(records) - max_namespaces):
         logger.warning(
             "The oldest %d of the pool's %d namespaces are left out: the limit is %d.",
             beyond,
@@ -206,10 +207,10 @@ def _open_pool_file(
     notifier: Notifier,
     stored: Mapping[str, list[int]],
     progress: StartProgress,
-    stopped: Callable[[], bool],
+    should_stop: Callable[[], bool],
 ) -> Pool:
     _discard_stored(notifier, stored)
-    with closing(FileBacking(Path(config.pool_file), progress, stopped)) as backing:
+    with closing(FileBacking(Path(config.pool_file), progress, should_stop)) as backing:
         pool = _make_pool(config, backing)
         with OnError(pool.close):
             backing.publish()
@@ -222,7 +223,7 @@ def _open_memfds(
     notifier: Notifier,
     stored: Mapping[str, list[int]],
     progress: StartProgress,
-    stopped: Callable[[], bool],
+    should_stop: Callable[[], bool],
 ) -> Pool:
     pools, tables = stored.get(POOL_NAME, []), stored.get(TABLE_NAME, [])
     stored_pair = (pools[0], tables[0]) if len(pools) == len(tables) == 1 else None
@@ -232,9 +233,9 @@ def _open_memfds(
         _discard_stored(notifier, stored)
     discard = partial(_remove_from_systemd, notifier, stored)
     reserved = config.reserved_pages == "auto"
-    with closing(MemfdBacking(stored_pair, discard, progress, stopped, takes_reserved=reserved)) as backing:
+    with closing(MemfdBacking(stored_pair, discard, progress, should_stop, takes_reserved=reserved)) as backing:
         pool = _make_pool(config, backing)
-    if not (pool.recovered or stopped()):  # then not all of it may be allocated
+    if not (pool.recovered or should_stop()):  # one that is to stop may not have allocated all of it
         for name, fd in zip((POOL_NAME, TABLE_NAME), pool.memory_fds, strict=True):
             notifier.store_fd(name, fd)
     if pool.recovered or notifier.fd_store is FdStore.YES:
