@@ -109,7 +109,7 @@ class Daemon:
         self._signals = [signal.SIGTERM, signal.SIGINT]
         self._signalled = False
         self.copy_stuck = False
-        """Whether at the end a thread hangs that may still use the pool or an engine's memory, which stay mapped then."""
+        """Whether a thread hangs at the end that may still use the pool or an engine's memory: they stay mapped."""
         self.gpu_lost = False
         self.served = False
         """Whether the sockets were opened, even if they are closed again."""

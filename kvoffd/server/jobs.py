@@ -612,7 +612,7 @@ class Jobs:
         self.with_results[session.id] = session
 
     def abandon(self, jobs: Iterable[Job]) -> None:
-        """Stop jobs, of which some may come twice, in their order. Queued ones end now, running ones at their next step."""
+        """Stop jobs in the given order, each once. Queued ones end now, running ones at their next step."""
         for job in dict.fromkeys(jobs):
             if job.transfer is not None and not job.withdraw():
                 job.transfer.must_end(CopyEnd.FAILED)

@@ -23,8 +23,8 @@ logger = logging.getLogger(__name__)
 KEPT_S = 1.0
 """Time for which a peer that a request named is not replaced by another one."""
 EXCHANGE_S = 600.0
-"""Time without a block after which a node behind a name is replaced by another one. Not too short: each replacement is a
-new label of metrics."""
+"""Time without a block after which a node behind a name is replaced by another one. Not too short: each one that comes
+is a new label of metrics."""
 DARK_S = 10.0
 """The same for a node that does not answer."""
 

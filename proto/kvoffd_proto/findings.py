@@ -414,8 +414,8 @@ def late_tiers(facts: Facts) -> Iterator[Finding]:
     late = traffic.misses.get("tier_late", 0)
     had = late + traffic.found_keys.get("disk", 0) + traffic.found_keys.get("shared", 0)
     if late >= MIN_ERRORS and late >= LATE_TIER_SHARE * had:
-        all_tiers = ("disks", "disk_deadline", facts.stats.disks), ("shared stores", "shared_deadline", facts.stats.shared)
-        tiers = [(name, setting) for name, setting, found in all_tiers if found]
+        tiers = [("disks", "disk_deadline")] if facts.stats.disks else []
+        tiers += [("shared stores", "shared_deadline")] if facts.stats.shared else []
         names = " and ".join(name for name, _ in tiers) or "tiers"
         evidence = f"{percent(late, had)} of the blocks found in {names} came too late."
         failed = [*(one.promotions_failed for one in facts.stats.shared)]

@@ -533,9 +533,7 @@ class PromptReport(Wire, frozen=True):
     marks: Annotated[
         list[str], doc("Properties of the request that limit sharing: ``Mark``.", max_length=MAX_MARKS)
     ] = []
-    hints: Annotated[
-        str, doc("Hints that it carried, and what became of them.", max_length=MAX_HINTS_CHARACTERS)
-    ] = ""
+    hints: Annotated[str, doc("Hints that it carried, and what became of them.", max_length=MAX_HINTS_CHARACTERS)] = ""
     coming_keys: Annotated[
         list[Count], doc("By group, keys ready or coming behind the covered ones, up to a gap.", max_length=MAX_GROUPS)
     ] = []

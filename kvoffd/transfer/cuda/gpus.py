@@ -17,7 +17,7 @@ from kvoffd.errors import KvoffdError, refusal_of
 from kvoffd.system.numa import locality_of
 from kvoffd.system.threads import TaskThread
 from kvoffd.transfer.cuda.engine import GpuEngine
-from kvoffd.transfer.cuda.mappings import GpuMapping, OpenHandles, IpcExport, VmmExport
+from kvoffd.transfer.cuda.mappings import GpuMapping, IpcExport, OpenHandles, VmmExport
 from kvoffd.transfer.cuda.pinning import PinnedPool, PinProgress
 from kvoffd.transfer.engine import EngineMemory, OnMapped, WorkOfBoth
 from kvoffd_proto.cuda import Cuda, CudaError

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from kvoffd.errors import KvoffdError, OutOfBounds
-from kvoffd.transfer.cuda.mappings import OpenHandles, IpcExport, UnmappableHandle, VmmExport
+from kvoffd.transfer.cuda.mappings import IpcExport, OpenHandles, UnmappableHandle, VmmExport
 from kvoffd_proto.cuda import CudaError
 from kvoffd_proto.errors import ErrorCode
 from tests.kit.cases import case
