@@ -1,4 +1,4 @@
-"""Maps memory: private, or shared so that no other process can kill the daemon by it; and faults it in before copies."""
+"""Maps memory, private or so shared that no other process can kill the daemon by it; faults it in before copies."""
 
 from __future__ import annotations
 
