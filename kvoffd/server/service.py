@@ -189,7 +189,7 @@ class Service:
             answer = self.refusal(request_id, error, session)
         if isinstance(answer, Pending):
             answer.request_id, answer.session = request_id, session
-            if self._is_pending(answer):
+            if not self._settle(answer):
                 self.pending.append(answer)
         elif answer is not None:
             self._reply(route, request_id, answer, session)
@@ -197,7 +197,7 @@ class Service:
     def outgoing(self) -> tuple[list[Frames], list[tuple[bytes, bytes]]]:
         """Return publications, and replies by route. Send publications first: a reply may refer to a completion."""
         if self.pending:
-            self.pending = [pending for pending in self.pending if self._is_pending(pending)]
+            self.pending = [pending for pending in self.pending if not self._settle(pending)]
         if self.jobs.with_results:
             self.sessions.close_batches()
         publications, self.sessions.publications = self.sessions.publications, []
@@ -262,19 +262,19 @@ class Service:
             return self.health.reply(request.request_id)
         raise KvoffdError.of(ErrorCode.BAD_TOKEN)
 
-    def _is_pending(self, pending: Pending) -> bool:
-        """Add the reply to ``replies`` if it is available, drop it if its session has ended, else return True."""
+    def _settle(self, pending: Pending) -> bool:
+        """Add the reply to ``replies`` if it is available, or drop it if its session has ended; else return False."""
         assert pending.session is not None
         if pending.session.ended:
-            return False
+            return True
         try:
             reply = pending.poll(self.clock() >= pending.until)
         except Exception as error:
             reply = self.refusal(pending.request_id, error, pending.session)
         if reply is None:
-            return True
+            return False
         self._reply(pending.session.route, pending.request_id, reply, pending.session)
-        return False
+        return True
 
     def _reply(self, route: bytes, request_id: int, reply: m.AnyReply, session: Session | None) -> None:
         """Add a reply to ``replies``, or the error INTERNAL if it cannot be encoded. Request 0 gets none but errors."""

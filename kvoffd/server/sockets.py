@@ -69,8 +69,8 @@ class Sockets:
     | a reply was sent, AFTER_REPLY_S ago; a tick | ``serve``, for the edge may be lost |
 
     A request is one frame. A message of more frames is answered with an error, and the others are dropped, some in each
-    drain. No other request is read before they are, since libzmq delivers one message after another; all else goes its
-    way. libzmq delivers no frame before it has the whole message, at 64 bytes a frame and without a limit.
+    drain. Until then no other request is read, since libzmq delivers one message after another; all other work
+    continues. libzmq delivers no frame before it has the whole message, at 64 bytes a frame and without a limit.
     """
 
     def __init__(self, config: Config, directory: DaemonDirectory) -> None:
