@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 
-VERSION = 0x81EABE74
+VERSION = 0x1BCFBB2A
 """A library of another version is refused: it is made of other C files."""
 
 SLOT_INDEX = (
