@@ -294,9 +294,9 @@ class StoreBatch(Job):
         code = ErrorCode.SESSION_ENDED if self.session.ended else error or ErrorCode.NO_SPACE
         results = []
         for number, (job_id, nbytes) in enumerate(zip(self.ids, self.copied_bytes, strict=True)):
-            lacks, refused = failed.get(number, []), rejected.get(number, [])
-            copied = nbytes if error is None else 0
-            results.append(JobResult(job_id, not lacks, copied, seconds, code if lacks else None, lacks, refused))
+            keys, copied = failed.get(number, []), nbytes if error is None else 0
+            why = code if keys else None
+            results.append(JobResult(job_id, not keys, copied, seconds, why, keys, rejected.get(number, [])))
         return results
 
     def abort(self, cache: Cache) -> None:
