@@ -91,7 +91,7 @@ class Pool:
         self.mapping = self._memory.mapping
         """All bytes of the pool, mapped until ``close``."""
         self.kept = ""
-        """Where the memory is kept when this process ends: ``by systemd``, or ``in`` a file; empty if it is not."""
+        """Keeper of the memory when this process ends: ``by systemd``, or ``in`` a file; empty for none."""
         self._bytes = self._memory.buffer
         with OnError(self.close):
             self.table = SlotTable(self._table_memory.buffer, geometry, new=not self.recovered)

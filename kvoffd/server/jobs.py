@@ -101,7 +101,7 @@ class GroupPart:
     starts: Sequence[int] | None
     """First key of each store; None for loads."""
     before: Mapping[int, bytes]
-    """By number of a store's first key: the key before it in its prompt, if known."""
+    """Key before the first of a store in its prompt, if known, by the number of that first key."""
 
     def tokens_by_key(self) -> Mapping[bytes, BlockTokens]:
         """Return the parent and the token ids of each key."""
@@ -222,7 +222,7 @@ class StoreBatch(Job):
     direction = Direction.STORE
     parts: Sequence[GroupPart]
     sole: int
-    """That of ``Submit``; 0 for none."""
+    """Number in ``Submit.sole``; 0 for none."""
     stored: Sequence[StoreTicket] = field(default=(), init=False)
     copied_bytes: list[int] = field(default_factory=list, init=False)
     """Bytes to copy for each store."""

@@ -38,9 +38,9 @@ class PeerPlace:
     tier: SharedTier
     source: Promotions
     since: float = -inf
-    """When the peer got it, or a request last named it."""
+    """Time when the peer got it, or a request last named it."""
     listed_at: float = -inf
-    """When the peer was last among the addresses of a name."""
+    """Time when the peer was last among the addresses of a name."""
 
 
 @dataclass(eq=False)
@@ -83,7 +83,7 @@ class PeerPlaces:
         """Addresses behind all names, by the name of the tier."""
         self._places: list[PeerPlace] = []
         self._exchange_at = -inf
-        """From then on a node that answers may be exchanged."""
+        """Time from which a node that answers may be exchanged again."""
 
     def __iter__(self) -> Iterator[SharedTier]:
         """Iterate over the tiers of all places, also of those without a peer."""

@@ -35,7 +35,7 @@ class Direction(Enum):
 
 
 class CopyEnd(Enum):
-    """How a copy ended."""
+    """End of a copy."""
 
     DONE = "done"  # all bytes were copied
     CANCELLED = "cancelled"  # it did not begin; nothing was written

@@ -58,7 +58,7 @@ SHORT_LIFE_S = 3600.0
 LONG_ENOUGH_S = 3600.0
 """Least uptime for advice."""
 OVERSIZED, SPARE = 2.0, 1.25
-"""A pool is too large at this many times the bytes asked for, and large enough at so many."""
+"""Sizes of a pool, in the bytes asked for: from the first on it is too large; the second is enough."""
 QUOTAS = (1 / 8, 1 / 4, 1 / 2)
 """Quotas that may help others, as parts of what a namespace has."""
 DAY_S = 86_400.0
