@@ -33,7 +33,7 @@ STOP = (
 
 
 class _Sample(NamedTuple):
-    """What the other thread saw while the beat that was due at ``due_at`` was late."""
+    """View of the other thread while the beat that was due at ``due_at`` was late."""
 
     due_at: float
     what: str
@@ -58,7 +58,7 @@ class LoopWatch:
         """Depth of nested turns; start of the outermost; longest turn since the last beat."""
         self._sample = _Sample(0.0, "", 0.0)
         self._wake_at = 0.0
-        """When the other thread means to look next."""
+        """Time at which the other thread means to look next."""
         self._warnings = RareWarnings(logger)
         self._ended = threading.Event()
         self._schedstat = -1
