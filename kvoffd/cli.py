@@ -85,14 +85,13 @@ def main(arguments: Sequence[str] | None = None, limits: ServerLimits | None = N
         config = load_config(flags, os.environ, given.config, limits)
     except ConfigError as error:
         return _refuse(str(error), flags["log_format"] or _log_format_variable())
-    status = show(config, as_json=given.json) if given.command == "config" else 0
+    if given.command == "config":
+        return show_and_check(config, as_json=given.json)
     try:
         check_disks(config)
-        if given.command == "config":
-            _check_machine(config)
-    except (ConfigError, KvoffdError) as error:
+    except ConfigError as error:
         return _refuse(str(error), config.log_format)
-    return serve(config) if given.command == "serve" else status
+    return serve(config)
 
 
 def _check_machine(config: Config) -> None:
@@ -109,7 +108,7 @@ def _check_machine(config: Config) -> None:
     paths = SocketPaths(config.directory)
     if problem := paths.problem():
         raise KvoffdError(problem)
-    # A daemon does not notice a datagram socket, which cannot connect to its stream.
+    # A daemon's listener refuses a datagram socket with EPROTOTYPE, and the daemon does not notice.
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as probe:
         if probe.connect_ex(str(paths.lifeline)) not in (ENOENT, ECONNREFUSED):
             return
@@ -170,6 +169,17 @@ def _refuse(sentence: str, log_format: str) -> int:
 
     print_refusal(sentence, log_format)
     return EXIT_REFUSED
+
+
+def show_and_check(config: Config, *, as_json: bool) -> int:
+    """Print the configuration with each value's source, then check that a daemon could start with it."""
+    status = show(config, as_json=as_json)
+    try:
+        check_disks(config)
+        _check_machine(config)
+    except (ConfigError, KvoffdError) as error:
+        return _refuse(str(error), config.log_format)
+    return status
 
 
 def show(config: Config, *, as_json: bool) -> int:
@@ -267,6 +277,6 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
             help=text.replace("%", "%%"),
             action="append" if setting.repeated else "store",
         )
-        if setting.name == "pool_size":
+        if setting.name == "pool_size":  # after the settings that every user needs
             text = f"TOML file with settings. [{CONFIG_VARIABLE}]"
             group.add_argument("--config", metavar="FILE", help=text)

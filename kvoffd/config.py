@@ -170,9 +170,9 @@ def _absolute(name: str, value: object) -> Path:
 def listed(
     metavar: str, what: str, read: Callable[[str], Any], most: int = 0, name_of: Callable[[Any], str] = str
 ) -> SettingKind:
-    """Return the kind of a list, or of a text with commas; ``read`` checks a part and returns it.
+    """Return the kind of a list, or of a text with commas, of at most ``most`` parts (0: any number).
 
-    No two have the same name.
+    ``read`` checks a part and returns it. Two parts of one name are refused; ``name_of`` returns a part's.
     """
 
     def parse(value: object) -> tuple[Any, ...]:
@@ -250,21 +250,22 @@ Network: TypeAlias = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 
 class Peer(NamedTuple):
-    """A peer of the setting ``peers``, or several: a network, or, with ``is_list``, all addresses of a name.
+    """A part of the setting ``peers``: one node, the nodes of a network, or the nodes behind a name.
 
     Attributes:
         text: as it is configured.
+        has_many: ``host`` is a name all of whose addresses are nodes.
     """
 
     text: str
     host: str | Network
     port: int
-    is_list: bool = False
+    has_many: bool = False
 
     @property
     def is_one(self) -> bool:
         """Whether it is a single node."""
-        return isinstance(self.host, str) and not self.is_list
+        return isinstance(self.host, str) and not self.has_many
 
 
 def parse_peer(text: str) -> Peer:
@@ -272,8 +273,8 @@ def parse_peer(text: str) -> Peer:
 
     Raises ValueError with half a sentence.
     """
-    if is_list := text.startswith(DNS):
-        return Peer(text, *parse_address(text.removeprefix(DNS)), is_list)
+    if text.startswith(DNS):
+        return Peer(text, *parse_address(text.removeprefix(DNS)), has_many=True)
     network, _, port = text.rpartition(":")
     if "/" not in network:
         return Peer(text, *parse_address(text))
@@ -281,9 +282,9 @@ def parse_peer(text: str) -> Peer:
 
 
 def peer_places(peers: Collection[str]) -> list[str]:
-    """Return the addresses of peers that are connected at once; empty for those that are not named one by one."""
-    hosts = [one for one in peers if parse_peer(one).is_one]
-    return hosts + [""] * PEER_PLACES * (len(hosts) < len(peers))
+    """Return the place of each peer that is connected at once: its address, or "" for one that many peers share."""
+    fixed = [one for one in peers if parse_peer(one).is_one]
+    return fixed if len(fixed) == len(peers) else [*fixed, *[""] * PEER_PLACES]
 
 
 def _checked(check: Callable[[str], object], text: str) -> str:
@@ -648,8 +649,8 @@ def check_disks(config: Config) -> None:
     if config.disk_start != "required":
         return
     seen: dict[tuple[int, int], str] = {}
-    for size in config.disk:
-        path, hint = size.directory, "name another, or set disk_start to optional to start without it"
+    for disk in config.disk:
+        path, hint = disk.directory, "name another, or set disk_start to optional to start without it"
         try:
             status, space = os.stat(f"{path}/."), os.statvfs(path)
         except OSError as error:
@@ -657,14 +658,17 @@ def check_disks(config: Config) -> None:
             raise ConfigError(f"disk: the directory {path} cannot be used ({why}); make it, {hint}.") from error
         if not os.access(path, os.R_OK | os.W_OK | os.X_OK):
             raise ConfigError(f"disk: the daemon's user may not write to {path}; change its owner or mode, {hint}.")
-        if (other := seen.setdefault((status.st_dev, status.st_ino), path)) is not path:
+        directory = status.st_dev, status.st_ino
+        if directory in seen:
+            other = seen[directory]
             raise ConfigError(f"disk: {path} is the same directory as {other}; give each disk its own, {hint}.")
+        seen[directory] = path
         try:
             there_bytes = os.lstat(f"{path}/{DISK_NAME}").st_blocks * 512
         except OSError:
             there_bytes = 0
-        if (free := space.f_frsize * space.f_bavail + there_bytes) < size.size_bytes:
+        if (free := space.f_frsize * space.f_bavail + there_bytes) < disk.size_bytes:
             raise ConfigError(
-                f"disk: {format_size(size.size_bytes)} do not fit into the file system of {path}, where "
+                f"disk: {format_size(disk.size_bytes)} do not fit into the file system of {path}, where "
                 f"{format_size(free)} can be used; choose a smaller size, {hint}."
             )

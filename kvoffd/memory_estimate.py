@@ -12,8 +12,8 @@ from kvoffd.tiers.disk import index_bytes
 from kvoffd_proto.units import exact_size, format_size
 
 SLOT_BYTES = 112
-"""Largest metadata of a slot besides its record: arrays, index and eviction order. The latter two are never full
-(``tests/bench/scale.py``: up to 92 for blocks of one slot)."""
+"""Largest metadata of a slot besides its record: arrays, index and eviction order. Index and order are never full, so
+``tests/bench/scale.py`` measures up to 92 for blocks of one slot."""
 PROCESS_BYTES = 256 << 20
 """The process with namespaces, sessions, queues, hit-ratio curve and the reasons of misses."""
 IDLE_BYTES = 34 << 20
@@ -24,7 +24,7 @@ HELPER_BYTES = 336 << 20
 """The process with NIXL (95 MiB measured at rest), and the memory into which peers' blocks come."""
 READS_BYTES, WRITES_BYTES = MAX_QUEUED * FILL_BYTES, MAX_WAITING * WAITING_BYTES
 """Queued reads of a disk or store, and queued writes of all disks, or of one store."""
-IN_USE_AT_START = ("pool", "slot table and page tables", "process and clients")
+POOL, TABLES, PROCESS = "pool", "slot table and page tables", "process and clients"
 """Parts that are allocated once the pool is touched, so the cgroup's free memory does not include them."""
 
 
@@ -32,8 +32,8 @@ def memory_estimate(config: Config) -> dict[str, int]:
     """Return the bytes of each part, the pool first."""
     stores = len(config.shared) + len(peer_places(config.peers))
     return {
-        "pool": config.pool_bytes,
-        "slot table and page tables": config.pool_bytes * 21 // 1000,
+        POOL: config.pool_bytes,
+        TABLES: config.pool_bytes * 21 // 1000,  # 1.9 % and 0.2 %
         "block metadata": config.pool_bytes // MIN_SLOT_BYTES * SLOT_BYTES,
         "keys without blocks": 0 if config.eviction_policy == "lru" else config.pool_bytes // GHOST_DIVISOR,
         "indices of disks": sum(index_bytes(one.size_bytes) for one in config.disk),
@@ -41,18 +41,18 @@ def memory_estimate(config: Config) -> dict[str, int]:
         "helper process for peers": HELPER_BYTES if config.peers or config.peer_listen else 0,
         "queues of disks and stores": READS_BYTES * (len(config.disk) + stores)
         + WRITES_BYTES * (bool(config.disk) + stores),
-        "process and clients": PROCESS_BYTES,
+        PROCESS: PROCESS_BYTES,
     }
 
 
 def memory_summary(config: Config) -> str:
     """Return sentences with an idle daemon's memory, the limit to set, and its parts."""
     parts = memory_estimate(config)
-    idle = parts["pool"] + parts["slot table and page tables"] + IDLE_BYTES
-    later = ", ".join(f"{name} {format_size(n)}" for name, n in parts.items() if n and name not in IN_USE_AT_START[:2])
+    idle = parts[POOL] + parts[TABLES] + IDLE_BYTES
+    later = ", ".join(f"{name} {format_size(n)}" for name, n in parts.items() if n and name not in (POOL, TABLES))
     return (
-        f"An idle daemon takes {format_size(idle)} of memory (pool {format_size(parts['pool'])}, its tables "
-        f"{format_size(parts['slot table and page tables'])}, the process about {format_size(IDLE_BYTES)}); set the "
+        f"An idle daemon takes {format_size(idle)} of memory (pool {format_size(parts[POOL])}, its tables "
+        f"{format_size(parts[TABLES])}, the process about {format_size(IDLE_BYTES)}); set the "
         f"memory limit to {_whole_units(sum(parts.values()))}, since a busy one may take up to: {later}."
     )
 
@@ -66,7 +66,7 @@ def _whole_units(nbytes: int) -> str:
 def memory_shortage(config: Config, limit: MemoryLimit) -> str:
     """Return a warning if a touched pool leaves less memory than the daemon may still need; else an empty string."""
     parts = memory_estimate(config)
-    to_come = sum(parts.values()) - sum(parts[part] for part in IN_USE_AT_START)
+    to_come = sum(parts.values()) - parts[POOL] - parts[TABLES] - parts[PROCESS]
     if to_come <= limit.bytes:
         return ""
     smaller = "pool_size"

@@ -285,7 +285,7 @@ class SchedulerClient(Session):
         read. ``problem``: why the engine stores and loads nothing. ``late_age_s``: mean time since the late lookups.
         """
         counts = skipped_loads, paused_stores, late_lookups
-        fields = prefill_rate, *counts, problem[: m.MAX_PROBLEM], unknown_hints, max(0.0, late_age_s)
+        fields = prefill_rate, *counts, problem[: m.MAX_PROBLEM_CHARACTERS], unknown_hints, max(0.0, late_age_s)
         with self._transport.lock:
             if self.ready:
                 self._send(m.ReportEngine(m.NO_REPLY, self._fingerprint, *fields))

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from types import FrameType
+from typing import NamedTuple
 
 from kvoffd.observe.meters import DurationHistogram
 from kvoffd.system.rare_warnings import RareWarnings
@@ -31,6 +32,16 @@ STOP = (
 )
 
 
+class _Sample(NamedTuple):
+    """View of the other thread while the beat that was due at ``due_at`` was late."""
+
+    due_at: float
+    what: str
+    """The loop's innermost calls, when they were first looked at."""
+    absent_s: float
+    """Longest time for which the other thread itself did not run."""
+
+
 class LoopWatch:
     """Measures how late a timer of the loop (a beat) runs, without the time in which the thread waited for a CPU. If a
     turn of the loop (``with watch``) took longer since the last beat, its duration counts instead.
@@ -45,13 +56,18 @@ class LoopWatch:
         self._due_at = 0.0
         self._turns, self._turn_at, self._longest_turn_s = 0, 0.0, 0.0
         """Depth of nested turns; start of the outermost; longest turn since the last beat."""
-        # The late beat, what ran then, and the longest time for which the sampling thread did not run.
-        self._seen = 0.0, "", 0.0
+        self._sample = _Sample(0.0, "", 0.0)
         self._wake_at = 0.0
+        """Time at which the other thread means to look next."""
         self._warnings = RareWarnings(logger)
         self._ended = threading.Event()
         self._schedstat = -1
-        self._waited_seen_s = 0.0
+        """Descriptor of the loop's thread's scheduler statistics."""
+        self._beat_at = self._thread_cpu_s = self._process_cpu_s = self._waited_s = 0.0
+        """Time of the last beat; until then, CPU time of the loop's thread and of the process, and the thread's waits
+        for a CPU."""
+        self._waited_until_turn_s = 0.0
+        """The same waits until the last beat or long turn."""
 
     @property
     def loop_blocked_seconds(self) -> Histogram:
@@ -65,8 +81,7 @@ class LoopWatch:
         except OSError:
             pass  # no scheduler statistics: waiting for a CPU counts as blocked
         self._loop = loop
-        self._waited_s = self._waited_seen_s = self._waited_for_cpu_s()
-        self._used_s = self._beat_at = 0.0
+        self._waited_s = self._waited_until_turn_s = self._waited_for_cpu_s()
         self._beat_again(time.monotonic())
         self._thread = threading.Thread(
             target=self._watch, args=(threading.get_ident(),), name="loop-watch", daemon=True
@@ -82,9 +97,9 @@ class LoopWatch:
     def __exit__(self, *_: object) -> None:
         self._turns -= 1
         if not self._turns and (seconds := time.monotonic() - self._turn_at) > max(BOUNDS_S[0], self._longest_turn_s):
-            waited_s = self._waited_for_cpu_s()  # since the last long turn or beat
-            self._longest_turn_s = max(self._longest_turn_s, seconds - (waited_s - self._waited_seen_s))
-            self._waited_seen_s = waited_s
+            waited_s = self._waited_for_cpu_s()
+            self._longest_turn_s = max(self._longest_turn_s, seconds - (waited_s - self._waited_until_turn_s))
+            self._waited_until_turn_s = waited_s
 
     def stop(self) -> None:
         """Stop watching. Turns may still follow: a daemon that stops continues to serve its running jobs."""
@@ -100,24 +115,28 @@ class LoopWatch:
         now, waited_s = time.monotonic(), self._waited_for_cpu_s()
         # The wait for a CPU since the last beat may partly be from before this beat was due.
         late_s = max(0.0, now - self._due_at - (waited_s - self._waited_s))
-        self._waited_s = self._waited_seen_s = waited_s
+        self._waited_s = self._waited_until_turn_s = waited_s
         late_s, self._longest_turn_s = max(late_s, self._longest_turn_s), 0.0
         self._blocked.observe(late_s)
         self.loop_blocked_max_seconds = max(self.loop_blocked_max_seconds, late_s)
         if late_s > LOGGED_S:
-            due_at, what, absent_s = self._seen
-            if due_at != self._due_at:
-                what = ""
-            if not what or max(absent_s, now - self._wake_at) > late_s / 2:  # the other thread did not run either
-                idle = time.process_time() - self._process_s <= late_s / 2
-                what = STOP if idle else what or "unknown code"
-            self._warnings.warn("The loop was blocked for %.0f ms by %s.", late_s * 1000, what)
+            self._warnings.warn("The loop was blocked for %.0f ms by %s.", late_s * 1000, self._blocker(now, late_s))
         self._beat_again(now)
+
+    def _blocker(self, now: float, late_s: float) -> str:
+        """Return what blocked the loop until this beat."""
+        what = self._sample.what if self._sample.due_at == self._due_at else ""
+        if what and max(self._sample.absent_s, now - self._wake_at) <= late_s / 2:
+            return what
+        # The other thread did not run either.
+        if time.process_time() - self._process_cpu_s <= late_s / 2:
+            return STOP
+        return what or "unknown code"
 
     def _beat_again(self, now: float) -> None:
         used_s = time.thread_time()
-        works = used_s - self._used_s > WORKING_SHARE * (now - self._beat_at)
-        self._used_s, self._beat_at, self._process_s = used_s, now, time.process_time()
+        works = used_s - self._thread_cpu_s > WORKING_SHARE * (now - self._beat_at)
+        self._beat_at, self._thread_cpu_s, self._process_cpu_s = now, used_s, time.process_time()
         period_s = BEAT_S if works else IDLE_BEAT_S
         self._due_at = now + period_s
         self._loop.call_later(period_s, self._beat)
@@ -134,10 +153,10 @@ class LoopWatch:
                 return
             now, due_at = time.monotonic(), self._due_at
             if now - due_at >= SAMPLED_S:
-                seen, what, absent_s = self._seen
-                if seen != due_at:
-                    what, absent_s = describe(sys._current_frames().get(watched)), 0.0
-                self._seen = due_at, what, max(absent_s, now - self._wake_at)
+                sample = self._sample
+                if sample.due_at != due_at:
+                    sample = _Sample(due_at, describe(sys._current_frames().get(watched)), 0.0)
+                self._sample = sample._replace(absent_s=max(sample.absent_s, now - self._wake_at))
 
 
 def describe(frame: FrameType | None) -> str:

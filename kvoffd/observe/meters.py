@@ -40,7 +40,10 @@ class CounterWindows:
                 kept.popleft()
 
     def date_back(self, name: str, count: int, age_s: float) -> None:
-        """Add to a counter in the samples since ``age_s`` seconds ago: its next sample has these events."""
+        """Count events, which the next sample will include, at the time when they were: ``age_s`` seconds ago.
+
+        They are added to the samples since, so windows that began later do not see an increase by them.
+        """
         since = self._clock() - age_s
         for kept in self._kept.values():
             for at, (time_s, values) in enumerate(kept):
@@ -49,11 +52,9 @@ class CounterWindows:
 
     def gained(self, window_s: float, values: Mapping[str, float]) -> tuple[float, dict[str, float]]:
         """Return the window's seconds, fewer than ``window_s`` at first, and the counters' increases in it."""
-        now = self._clock()
-        kept = self._kept[window_s]
-        while len(kept) > 1 and kept[1][0] <= now - window_s:
-            kept.popleft()
-        at, before = kept[0]
+        now, kept = self._clock(), self._kept[window_s]
+        before_window = [sample for sample in kept if sample[0] <= now - window_s]
+        at, before = before_window[-1] if before_window else kept[0]
         return now - at, {name: value - before.get(name, 0) for name, value in values.items()}
 
 

@@ -43,15 +43,19 @@ def _fields(struct: type[Struct]) -> list[tuple[str, Metric, type[Struct] | None
 
 
 def _metrics(struct: type[Struct], rows: list[tuple[Labels, Any]], prefix: str, labels: Labels) -> Iterator[MetricSpec]:
-    """Yield the metrics of a Struct type and its parts; ``rows``: values of ``labels`` and Struct."""
-    own = [name for name, metric, *_ in _fields(struct) if metric.kind == "label"]
-    labels = (*labels, *(metric.label for _, metric, *_ in _fields(struct) if metric.kind == "label"))
-    rows = [((*values, *(getattr(one, name) for name in own)), one) for values, one in rows]
+    """Yield the metrics of a Struct type and of its parts.
+
+    ``rows``: all Structs of the type, each with its values of ``labels``. To these are added the Struct's own labels.
+    """
+    own = [(name, metric.label) for name, metric, *_ in _fields(struct) if metric.kind == "label"]
+    labels = (*labels, *(label for _, label in own))
+    rows = [((*values, *(getattr(one, name) for name, _ in own)), one) for values, one in rows]
     for name, metric, inner, description in _fields(struct):
         if metric.kind == "part":
             assert inner is not None
-            parts = [((*values, *metric.fixed[1:]), each) for values, one in rows for each in _all(getattr(one, name))]
-            yield from _metrics(inner, parts, prefix + metric.prefix, (*labels, *metric.fixed[:1]))
+            fixed_name, fixed_value = metric.fixed[:1], metric.fixed[1:]
+            parts = [((*values, *fixed_value), each) for values, one in rows for each in _all(getattr(one, name))]
+            yield from _metrics(inner, parts, prefix + metric.prefix, (*labels, *fixed_name))
         elif metric.kind != "label":
             ending = "_total" if metric.kind == "counter" else ""
             samples = [sample for values, one in rows for sample in _samples(getattr(one, name), values, metric.keys)]
@@ -90,8 +94,10 @@ def all_metrics(stats: DaemonStats | None) -> list[MetricSpec]:
         build.samples.append(((stats.version, str(stats.protocol), stats.policy), 1))
     found = {build.name: build}
     for spec in _metrics(DaemonStats, [] if stats is None else [((), stats)], "kvoffd_", ()):
-        if found.setdefault(spec.name, spec) is not spec:
+        if spec.name in found:
             found[spec.name].samples.extend(spec.samples)
+        else:
+            found[spec.name] = spec
     return list(found.values())
 
 

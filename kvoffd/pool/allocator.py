@@ -48,9 +48,8 @@ def default_region_bytes(pool_bytes: int) -> int:
     """Return a 64th of the pool, at most 256 MiB and at least 4 MiB (in pools below 48 MiB: a 12th, rounded down to a
     power of two).
 
-    Each slot size may leave all but one slot of a region free. So with ``n`` slot sizes, blocks are evicted while up to
-    ``n - 1`` regions' worth of memory is free, plus the rest behind the last slot of each region: ``n - 1`` twelfths of
-    the smallest pool.
+    Small, because each slot size may occupy a region with a single slot. With ``n`` slot sizes, blocks may be evicted
+    although the others have almost ``n - 1`` regions free: ``n - 1`` twelfths of the smallest pool.
     """
     least = min(_MIN_REGION_BYTES, 1 << (pool_bytes // _MIN_REGIONS).bit_length() - 1)
     return max(MIN_SLOT_BYTES, page_up(max(least, min(_MAX_REGION_BYTES, pool_bytes // _REGIONS))))

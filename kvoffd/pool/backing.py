@@ -97,11 +97,11 @@ class MemfdBacking:
 
     def limit(self, pool_bytes: int) -> MemoryLimit:
         """Return the memory available for a pool and its table, including what they hold already."""
-        held, held_reserved = self._held()
-        if held_reserved >= pool_bytes or (self._takes_reserved and fits_reserved(pool_bytes, held_reserved)):
+        in_reserved = self._held_bytes(reserved=True)
+        if in_reserved >= pool_bytes or (self._takes_reserved and fits_reserved(pool_bytes, in_reserved)):
             return _RESERVED_LIMIT
         limit = memory_limit()
-        return MemoryLimit(limit.bytes + held, limit.source)
+        return MemoryLimit(limit.bytes + self._held_bytes(reserved=False), limit.source)
 
     def find(self, geometry: TableGeometry) -> Memories | None:
         """Map the memory of an earlier daemon; None if there is none. Raises BadTable if it has another geometry."""
@@ -121,24 +121,24 @@ class MemfdBacking:
     def make(self, geometry: TableGeometry, segments: Sequence[PoolSegment]) -> Memories:
         """Make new memory, as ``NewBacking`` does, after freeing an earlier daemon's. Raises PoolTooLarge."""
         size_bytes = geometry.pool_bytes
-        held, held_reserved = self._held()
-        fits = self._takes_reserved and fits_reserved(size_bytes, held_reserved)
+        fits = self._takes_reserved and fits_reserved(size_bytes, self._held_bytes(reserved=True))
         if self._stored is not None:
             if not fits:
-                check_fits(size_bytes + geometry.size_bytes, memory_limit(freed_bytes=held))
+                freed_bytes = self._held_bytes(reserved=False)
+                check_fits(size_bytes + geometry.size_bytes, memory_limit(freed_bytes=freed_bytes))
             self.close()
             if self._on_discard is not None:
                 self._on_discard()
         create = partial(PoolMemory.create, size_bytes, POOL_NAME)
         return _make_new(geometry, segments, self._allocating, create, fits=fits)
 
-    def _held(self) -> tuple[int, int]:
-        """Return the bytes of an earlier daemon's memory, and those of its reserved huge pages, which are no other
-        memory once they are free."""
-        held = {False: 0, True: 0}
-        for fd in self._stored or ():
-            held[filesystem_magic(fd) == HUGETLBFS_MAGIC] += held_bytes(os.fstat(fd))
-        return held[False], held[True]
+    def _held_bytes(self, *, reserved: bool) -> int:
+        """Return the bytes that an earlier daemon's memfds hold in reserved huge pages, or in all other memory.
+
+        Reserved pages, once free, are reserved again: no other memory grows by them.
+        """
+        fds = (fd for fd in self._stored or () if (filesystem_magic(fd) == HUGETLBFS_MAGIC) is reserved)
+        return sum(held_bytes(os.fstat(fd)) for fd in fds)
 
     def close(self) -> None:
         """Close the descriptors of the earlier daemon. Mappings stay."""
@@ -159,11 +159,11 @@ def _make_new(
 
     ``allocating``: ``on_progress`` and ``should_stop`` of ``NewBacking``. Raises PoolTooLarge.
     """
-    pool, size_bytes = None, geometry.pool_bytes
-    if fits and (pool := PoolMemory.take_reserved(size_bytes, POOL_NAME, *allocating, segments)) is None:
-        # A cgroup's limit refuses them, or somebody was first; and for all other memory there was no check.
-        check_fits(size_bytes + geometry.size_bytes, memory_limit())
+    size_bytes = geometry.pool_bytes
+    pool = PoolMemory.take_reserved(size_bytes, POOL_NAME, *allocating, segments) if fits else None
     if pool is None:
+        if fits:  # a cgroup's limit refused them, or another process took them; other memory was not checked yet
+            check_fits(size_bytes + geometry.size_bytes, memory_limit())
         pool = create()
     with OnError(pool.close):
         return pool, PoolMemory.create(geometry.size_bytes, TABLE_NAME)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from itertools import chain
+from math import inf
 
 import numpy as np
 
@@ -45,21 +46,22 @@ SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 SAMPLE_BYTES, SAMPLE_PIECES = 32 << 20, 8
 """Memory that ``slowdown`` reads, and the number of places over which it lies."""
 SPARE_SAMPLES = 8
-"""Samples for which memory must be available before ``slowdown`` takes two of it."""
+"""Memory that must be available before ``slowdown`` takes that of two samples, in samples."""
+SAMPLE_ROUNDS = 3
 
 
 class PoolMemory:
-    """``size_bytes`` of memory, mapped as ``segment``; made by a class method. Owns ``fd``, which is -1 if no other
+    """``size_bytes`` of memory, mapped as ``mapping``; made by a class method. Owns ``fd``, which is -1 if no other
     process can map it.
 
     Attributes:
         reserved: it is in huge pages that the administrator had reserved.
     """
 
-    def __init__(self, fd: int, segment: HostMapping, *, reserved: bool = False) -> None:
+    def __init__(self, fd: int, mapping: HostMapping, *, reserved: bool = False) -> None:
         self.fd, self.reserved = fd, reserved
-        self.size_bytes = segment.size_bytes
-        self.segment = segment
+        self.size_bytes = mapping.size_bytes
+        self.mapping = mapping
 
     @classmethod
     def create_private(cls, size_bytes: int) -> PoolMemory:
@@ -134,9 +136,9 @@ class PoolMemory:
         Raises:
             UnsafeSegment: the descriptor is not such a memfd, or it is smaller.
         """
-        segment = map_memfd(fd, size_bytes, may_be_huge=True)
-        with OnError(segment.close):
-            return cls._of(os.dup(fd), segment)
+        mapping = map_memfd(fd, size_bytes, may_be_huge=True)
+        with OnError(mapping.close):
+            return cls._of(os.dup(fd), mapping)
 
     @classmethod
     def of_file(cls, fd: int, size_bytes: int, offset: int) -> PoolMemory:
@@ -147,22 +149,22 @@ class PoolMemory:
         """
         copy = os.dup(fd)
         try:
-            segment = map_shared(copy, size_bytes, offset)
+            mapping = map_shared(copy, size_bytes, offset)
         except OSError as error:
             os.close(copy)
             raise PoolTooLarge(
                 f"The kernel refuses to map {size_bytes} bytes of the pool file ({error}); choose a smaller pool."
             ) from error
-        return cls._of(copy, segment)
+        return cls._of(copy, mapping)
 
     @classmethod
-    def _of(cls, fd: int, segment: HostMapping) -> PoolMemory:
-        return cls(fd, segment, reserved=filesystem_magic(fd) == HUGETLBFS_MAGIC)
+    def _of(cls, fd: int, mapping: HostMapping) -> PoolMemory:
+        return cls(fd, mapping, reserved=filesystem_magic(fd) == HUGETLBFS_MAGIC)
 
     @property
     def buffer(self) -> memoryview:
         """All bytes, readable and writable; they must stay mapped until the view is released."""
-        return view_of(self.segment.address, self.size_bytes)
+        return view_of(self.mapping.address, self.size_bytes)
 
     def touch(
         self,
@@ -194,7 +196,7 @@ class PoolMemory:
         def touch_chunk(offset: int, length: int) -> int:
             if failed or should_stop():
                 return 0
-            _populate(self.segment.address + offset, length)
+            _populate(self.mapping.address + offset, length)
             return length
 
         parts = segments or [PoolSegment(0, self.size_bytes, NOWHERE)]
@@ -221,8 +223,8 @@ class PoolMemory:
         and pauses while ``is_busy`` does: copies then map what they need, and have the CPUs for it.
         """
         self._ask_for_huge_pages()
-        end = self.segment.address + self.size_bytes
-        for address in range(self.segment.address, end, STEP_BYTES):
+        end = self.mapping.address + self.size_bytes
+        for address in range(self.mapping.address, end, STEP_BYTES):
             while is_busy() and not should_stop():
                 time.sleep(PAUSE_S)
             if should_stop() or not map_pages(address, min(STEP_BYTES, end - address)):
@@ -242,10 +244,10 @@ class PoolMemory:
                 other.touch(1)
             except PoolTooLarge:
                 return 0.0
-            huge_bytes = huge_page_bytes(other.segment)
+            huge_bytes = huge_page_bytes(other.mapping)
             if huge_bytes is not None and huge_bytes < 2 * sample_bytes:
                 return 0.0
-            piece_bytes, into = sample_bytes // SAMPLE_PIECES, other.segment.address + sample_bytes
+            piece_bytes, into = sample_bytes // SAMPLE_PIECES, other.mapping.address + sample_bytes
             apart = (self.size_bytes - piece_bytes) // max(1, SAMPLE_PIECES - 1)
 
             def seconds(begin: int, step: int) -> float:
@@ -254,17 +256,19 @@ class PoolMemory:
                     ctypes.memmove(into + at * piece_bytes, begin + at * step, piece_bytes)
                 return time.perf_counter() - began
 
-            # In turns, as other processes slow both down.
-            pairs = [(seconds(self.segment.address, apart), seconds(other.segment.address, piece_bytes)) for _ in "abc"]
-        return min(own for own, _ in pairs) / min(other for _, other in pairs)
+            own_s = huge_s = inf
+            for _ in range(SAMPLE_ROUNDS):  # in turns, as other processes slow both down
+                own_s = min(own_s, seconds(self.mapping.address, apart))
+                huge_s = min(huge_s, seconds(other.mapping.address, piece_bytes))
+        return own_s / huge_s
 
     def _ask_for_huge_pages(self) -> None:
         """Request huge pages. A kernel without them refuses, which is harmless."""
-        madvise(self.segment.address, self.size_bytes, mmap.MADV_HUGEPAGE)
+        madvise(self.mapping.address, self.size_bytes, mmap.MADV_HUGEPAGE)
 
     def close(self) -> None:
         """Unmap and close; a second call does nothing. No copy may be using the memory."""
-        self.segment.close()
+        self.mapping.close()
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1

@@ -17,7 +17,7 @@ from kvoffd.system.mappings import huge_page_bytes
 from kvoffd.system.numa import Locality
 
 HUGE_SHARE = 0.9
-"""Share of a pool that is in huge pages, from which ``measure_pages`` does not measure what the others cost."""
+"""Least share of a pool in huge pages at which ``measure_pages`` need not measure what small ones cost."""
 
 
 class MemoryKind(StrEnum):
@@ -88,10 +88,10 @@ class Pool:
         self.recovered = found is not None
         """Whether an earlier daemon's pool was reused, even an empty one."""
         self._memory, self._table_memory = found or backing.make(geometry, self.slots.segments)
-        self.mapping = self._memory.segment
+        self.mapping = self._memory.mapping
         """All bytes of the pool, mapped until ``close``."""
-        self.keeper = ""
-        """Keeper of the memory when this process ends, such as ``by systemd``; empty for none."""
+        self.kept = ""
+        """Keeper of the memory when this process ends: ``by systemd``, or ``in`` a file; empty for none."""
         self._bytes = self._memory.buffer
         with OnError(self.close):
             self.table = SlotTable(self._table_memory.buffer, geometry, new=not self.recovered)
@@ -102,7 +102,7 @@ class Pool:
     @property
     def at_the_end(self) -> str:
         """Fate of the memory when this process ends, as the end of a sentence."""
-        return f"is kept {self.keeper}" if self.keeper and not self.removed else "ends with this process"
+        return f"is kept {self.kept}" if self.kept and not self.removed else "ends with this process"
 
     @property
     def buffer(self) -> memoryview:
@@ -149,9 +149,9 @@ class Pool:
         self._memory.map_pages(should_stop, is_busy)
 
     def measure_pages(self) -> None:
-        """Set ``pages``, of a pool whose pages are mapped. Takes up to a second: see PoolMemory.slowdown.
+        """Set ``pages``. The pool's pages must be mapped. Takes up to a second: see PoolMemory.slowdown.
 
-        Before Linux 6.7 only the machine's huge pages are known, of which others may have some.
+        Before Linux 6.7 it counts the huge pages of the machine, some of which other processes may have.
         """
         size_bytes, kind = self.mapping.size_bytes, self.kind
         found = size_bytes if kind is MemoryKind.RESERVED else huge_page_bytes(self.mapping)

@@ -190,7 +190,7 @@ class SlotTable:
         word = self._bytes[begin : begin + 8].cast("Q")
         word[0] = 0
         self._bytes[begin + _SNAPSHOT.size : begin + _SNAPSHOT.size + len(content)] = content
-        crc = zlib.crc32(content, number)
+        crc = zlib.crc32(content, number)  # so that a number of another snapshot does not fit the content
         self._bytes[begin + 8 : begin + _SNAPSHOT.size] = _SNAPSHOT.pack(number, len(content), crc)[8:]
         word[0] = number
         self._snapshot = number
@@ -204,7 +204,8 @@ class SlotTable:
             begin = self.geometry.namespaces_at + half * half_bytes
             number, length, crc = _SNAPSHOT.unpack_from(self._bytes, begin)
             content = bytes(self._bytes[begin + _SNAPSHOT.size : begin + min(half_bytes, _SNAPSHOT.size + length)])
-            if not self._snapshot < number < MAX_SEQUENCE or number % 2 != half or crc != zlib.crc32(content, number):
+            is_of_half = number % 2 == half and number < MAX_SEQUENCE
+            if number <= self._snapshot or not is_of_half or crc != zlib.crc32(content, number):
                 continue
             try:
                 unpacked = zlib.decompressobj().decompress(content, _MAX_UNPACKED_BYTES)

@@ -6,7 +6,8 @@
 
 #include <stdatomic.h>
 
-enum { NOT_OUT = -1, OUT = 1, RETURNED };
+enum { NOT_ALLOCATED = -1 }; /* result */
+enum { FREE, ALLOCATED, RETURNED }; /* of `in_use`; RETURNED only within kvoffd_slots_free, to notice a slot that occurs twice */
 
 uint64_t slots_in(const struct slots *x, uint64_t region, uint64_t slot_bytes)
 {
@@ -59,7 +60,7 @@ static uint64_t take_from(struct slots *x, uint64_t region, uint64_t found, uint
 {
     while (found < count && x->free[region]) {
         uint32_t slot = x->stack[region * x->slots_per_region + --x->free[region]];
-        x->in_use[slot] = OUT;
+        x->in_use[slot] = ALLOCATED;
         slots[stride * found++] = slot;
     }
     return found;
@@ -74,7 +75,8 @@ uint64_t kvoffd_slots_take(struct slots *x, uint64_t slot_bytes, uint64_t count,
     uint32_t fewest;
 
     for (int anywhere = 0; anywhere < 2; anywhere++) {
-        /* A pass over all regions for each of the fewest free slots that are met: of 512 slots at most 32 passes. */
+        /* Each pass empties the regions that have the fewest free slots, so the next pass meets a greater number: 512 slots
+         * take at most 32 passes, as 1 + 2 + ... + 32 > 512. */
         while (found < count && (fewest = fewest_free(x, slot_bytes, node, anywhere)))
             for (uint64_t region = 0; region < x->regions && found < count; region++)
                 if (x->slot_bytes[region] == (int64_t)slot_bytes && x->free[region] == fewest &&
@@ -99,21 +101,21 @@ void free_slot(struct slots *x, uint32_t slot)
 {
     uint64_t region = slot / x->slots_per_region;
 
-    x->in_use[slot] = 0;
+    x->in_use[slot] = FREE;
     x->free_bytes += x->slot_bytes[region];
     x->stack[region * x->slots_per_region + x->free[region]++] = slot;
     if (x->free[region] == slots_in(x, region, x->slot_bytes[region]))
         x->slot_bytes[region] = x->free[region] = 0;
 }
 
-/* Frees slots. Returns NOT_OUT, and frees none, if one is not allocated or occurs twice. */
+/* Frees slots. Returns NOT_ALLOCATED, and frees none, if one is not allocated or occurs twice. */
 int kvoffd_slots_free(struct slots *x, const uint32_t *slots, uint64_t count)
 {
     for (uint64_t i = 0; i < count; i++) {
-        if (slots[i] >= x->regions * x->slots_per_region || x->in_use[slots[i]] != OUT) {
+        if (slots[i] >= x->regions * x->slots_per_region || x->in_use[slots[i]] != ALLOCATED) {
             while (i--)
-                x->in_use[slots[i]] = OUT;
-            return NOT_OUT;
+                x->in_use[slots[i]] = ALLOCATED;
+            return NOT_ALLOCATED;
         }
         x->in_use[slots[i]] = RETURNED;
     }

@@ -109,15 +109,16 @@ class Daemon:
         self._signals = [signal.SIGTERM, signal.SIGINT]
         self._signalled = False
         self.copy_stuck = False
-        """Whether a thread hangs that may still use the pool or an engine's memory."""
+        """Whether a thread hangs at the end that may still use the pool or an engine's memory: they stay mapped."""
         self.gpu_lost = False
         self.served = False
-        """Whether the sockets were opened."""
+        """Whether the sockets were opened, even if they are closed again."""
         self._lost_sockets = RareWarnings(logger)
         self._tick_failures, self._scrub_failures = (RareWarnings(logger, logging.ERROR) for _ in range(2))
         self._page_mapper: asyncio.Future[None] | None = None
         self._scrubbing: asyncio.Task[None] | None = None
         self._serving = False
+        """Whether the sockets are open."""
         self._shared_stores: OpenStores = ()
 
     async def serve(self) -> None:
@@ -237,7 +238,8 @@ class Daemon:
         self._policy_file = PolicyFile(cache.policy, config)
         restore(cache, pool, self._policy_file, self._state, config.limits.max_namespaces)
         self._sockets = Sockets(config, self._directory)
-        self._state.file.on_saved = lambda: self._sockets.post(lambda: None)  # replies may wait for it
+        # A post sends the replies that waited for the save.
+        self._state.file.on_saved = lambda: self._sockets.post(lambda: None)
         work = new_work()
         self._host_engine = HostEngine(work, threads_per_direction=config.copy_threads)
         self._gpus = open_gpus(config, pool, work)
@@ -280,14 +282,12 @@ class Daemon:
         logger.info("Serving %s%s.", config.directory, page)
         self._service.tier_supervisor.start(self._shared_stores)
         if self._pool.resident:
-            loop = asyncio.get_running_loop()
-            running = self._service.jobs.running
-            parts = self._stop.is_set, lambda: bool(running)
-            self._page_mapper = loop.run_in_executor(None, self._map_pages, *parts)
+            self._page_mapper = asyncio.get_running_loop().run_in_executor(None, self._map_pages)
 
-    def _map_pages(self, should_stop: Callable[[], bool], is_busy: Callable[[], bool]) -> None:
-        self._pool.map_pages(should_stop, is_busy)
-        if not should_stop():
+    def _map_pages(self) -> None:
+        running = self._service.jobs.running
+        self._pool.map_pages(self._stop.is_set, lambda: bool(running))
+        if not self._stop.is_set():
             log_pages(self._pool, self._config.pool_file)
 
     async def _main_loop(self) -> None:
@@ -297,7 +297,7 @@ class Daemon:
         try:
             while not self._stop.is_set():
                 self._tick()
-                if service.memory.stuck:
+                if service.memory.copy_hangs:
                     _exit_stuck()
                 problem = service.health.sockets_problem = self._directory.lost_sockets()
                 if problem:

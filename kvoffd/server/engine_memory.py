@@ -48,7 +48,7 @@ class Host(Protocol):
 class MemoryMapper:
     """Maps the memory that clients register, and chooses the copy engine for it.
 
-    What ``EngineMemory.close`` calls, it calls in the service's thread.
+    The memory that it gives out, once closed, calls back in the service's thread.
     """
 
     def __init__(self, engine: CopyEngine, host: Host, gpus: Gpus) -> None:
@@ -58,7 +58,7 @@ class MemoryMapper:
         self.gpus = gpus
 
     @property
-    def stuck(self) -> bool:
+    def copy_hangs(self) -> bool:
         """Whether a copy in host memory hangs: engines wait for it, and for all queued copies, until the process ends.
 
         STUCK_AFTER_S excludes a process that was stopped, whose copies are overdue too when it continues.

@@ -34,7 +34,7 @@ class CompletionLog:
 
     def __init__(self, epoch: int, session_id: int) -> None:
         self.pending: list[JobResult] = []
-        """Results that the next flush publishes."""
+        """Results of no batch yet."""
         self.nbytes = 0
         """Encoded size of the unacknowledged batches."""
         self._topic = session_topic(epoch, session_id)
@@ -42,8 +42,8 @@ class CompletionLog:
         """Batches with their encoded sizes, oldest first."""
         self._sequence = 0
 
-    def flush(self, credit_bytes: int) -> Frames | None:
-        """Close the current batch and return its frames; None if it is empty."""
+    def close_batch(self, credit_bytes: int) -> Frames | None:
+        """Number the pending results as one batch, and return the frames that publish it; None without results."""
         if not self.pending:
             return None
         self._sequence += 1
@@ -70,7 +70,8 @@ class EventLog:
         self.pending: dict[Namespace, list[KvEvent]] = {}
         """Events that the next ``take`` returns."""
         self._numbers: WeakKeyDictionary[Namespace, int] = WeakKeyDictionary()
-        """Number of each namespace's next message; 0 after it was forgotten, which clears it, and opened again."""
+        """Number of each namespace's next message. A namespace that was forgotten begins at 0 when it is opened again:
+        its blocks were reported as cleared."""
         self.published = 0
         """Messages published for all namespaces."""
 

@@ -36,7 +36,9 @@ logger = logging.getLogger(__name__)
 REQUEST_S = 5.0
 """Time for a request to arrive, and for its answer to be read."""
 LOOP_S = 2.0
+"""Time for the daemon's loop to answer."""
 FRESH_S = 1.0
+"""Time for which an answer is given again."""
 MAX_CONNECTIONS = 32
 MAX_REQUEST_BYTES = 8192
 MAX_DISCARDED_BYTES = 1 << 20

@@ -84,10 +84,10 @@ class GroupPart:
 
     group: int
     layout: GroupLayout
-    keys: bytes
-    """Keys of all its jobs, in order, end to end."""
-    split: list[bytes]
-    """The keys as a list."""
+    keys: list[bytes]
+    """Keys of all its jobs, in order."""
+    packed_keys: bytes
+    """The same, end to end."""
     block_ids: npt.NDArray[np.int32]
     """[m] engine blocks."""
     spans: list[JobSpan]
@@ -101,13 +101,14 @@ class GroupPart:
     starts: Sequence[int] | None
     """First key of each store; None for loads."""
     before: Mapping[int, bytes]
-    """Key before the first of a store in its prompt, by the first one's number; none if unknown."""
+    """Key before the first of a store in its prompt, if known, by the number of that first key."""
 
-    def tokens(self) -> Mapping[bytes, BlockTokens]:
-        size, each = len(self.parents) // len(self.split), len(self.token_ids) // len(self.split)
+    def tokens_by_key(self) -> Mapping[bytes, BlockTokens]:
+        """Return the parent and the token ids of each key."""
+        size, each = len(self.parents) // len(self.keys), len(self.token_ids) // len(self.keys)
         return {
             key: BlockTokens(self.parents[at * size : (at + 1) * size], self.token_ids[at * each : (at + 1) * each])
-            for at, key in enumerate(self.split)
+            for at, key in enumerate(self.keys)
         }
 
     def add_by_job(self, numbers: Sequence[int], found: dict[int, list[GroupKeys]]) -> None:
@@ -115,7 +116,7 @@ class GroupPart:
         for span in self.spans:
             own = numbers[bisect_left(numbers, span.key) : bisect_left(numbers, span.keys_end)]
             if own:
-                found[span.job].append(GroupKeys(self.group, b"".join([self.split[number] for number in own])))
+                found[span.job].append(GroupKeys(self.group, b"".join([self.keys[number] for number in own])))
 
 
 def checked_parts(registration: Registration, batch: Stores | Loads, *, storing: bool) -> list[GroupPart]:
@@ -156,11 +157,21 @@ def checked_parts(registration: Registration, batch: Stores | Loads, *, storing:
         if part.tokens and len(part.tokens) != len(keys) * tokens * TOKEN_ID_BYTES:
             sent = f"{len(part.tokens)} bytes of token ids for {len(keys)} keys of {tokens} tokens"
             raise BadKeys(f"{sent}; send all or none.")
-        columns = part.keys, keys, block_ids, spans, part.parents, part.tokens
-        firsts = {span.key: span.first_block for span in spans if span.first_block}
-        starts = [span.key for span in spans] if storing else None
-        before = {span.key: span.before for span in spans if span.before and storing}
-        parts.append(GroupPart(group, layout, *columns, firsts, starts, before))
+        parts.append(
+            GroupPart(
+                group=group,
+                layout=layout,
+                keys=keys,
+                packed_keys=part.keys,
+                block_ids=block_ids,
+                spans=spans,
+                parents=part.parents,
+                token_ids=part.tokens,
+                first_blocks={span.key: span.first_block for span in spans if span.first_block},
+                starts=[span.key for span in spans] if storing else None,
+                before={span.key: span.before for span in spans if span.before and storing},
+            )
+        )
     if len(named) < jobs:
         raise BadBlockIds("A job has neither keys nor block ids; leave it out.")
     return parts
@@ -211,7 +222,7 @@ class StoreBatch(Job):
     direction = Direction.STORE
     parts: Sequence[GroupPart]
     sole: int
-    """Number of ``Submit``."""
+    """Number in ``Submit.sole``; 0 for none."""
     stored: Sequence[StoreTicket] = field(default=(), init=False)
     copied_bytes: list[int] = field(default_factory=list, init=False)
     """Bytes to copy for each store."""
@@ -222,7 +233,10 @@ class StoreBatch(Job):
         self.copied_bytes = [0] * len(self.ids)
         places: list[tuple[int, int]] = []
         parts = [
-            StorePart(one.group, one.keys, one.first_blocks, one.starts, one.before, [span.job for span in one.spans])
+            StorePart(
+                *(one.group, one.packed_keys, one.first_blocks, one.starts, one.before),
+                [span.job for span in one.spans],
+            )
             for one in self.parts
         ]
         self.stored = cache.stores.begin(registration.namespace, registration.rank, parts, self.sole)
@@ -231,10 +245,11 @@ class StoreBatch(Job):
                 continue
             layout, length = part.layout, stored.group.lengths[registration.rank]
             places += zip(stored.offsets.tolist(), repeat(length))
-            slots = of_copied = stored.offsets + np.uint64(pool.mapping.address)
-            if len(stored.copy) < len(part.split):
-                slots = np.zeros(len(part.split), np.uint64)
-                slots[stored.copy] = of_copied
+            slots = stored.offsets + np.uint64(pool.mapping.address)
+            if len(stored.copy) < len(part.keys):  # 0 for a key that is not copied
+                of_all = np.zeros(len(part.keys), np.uint64)
+                of_all[stored.copy] = slots
+                slots = of_all
             self.copies.append(BlockCopy(layout, part.block_ids, slots, part.first_blocks))
             for span in part.spans:
                 at, end = (bisect_left(stored.copy, number) for number in (span.key, span.keys_end))
@@ -261,7 +276,7 @@ class StoreBatch(Job):
             tokens: dict[bytes, BlockTokens] = {}
             for part in self.parts:
                 if part.parents and part.token_ids:
-                    tokens.update(part.tokens())
+                    tokens.update(part.tokens_by_key())
             cache.stores.commit(self.stored, checksums, tokens)
             self.registration.namespace.counters.stored_bytes += self.nbytes
         # A key is lost, refused or stored. One that a message repeats has the result of its first occurrence.
@@ -270,20 +285,19 @@ class StoreBatch(Job):
         for part, stored in zip(self.parts, self.stored, strict=True):
             lost, refused = stored.no_space, stored.rejected
             if stored.duplicates:
-                lost, refused = (_with_repeats(part.split, one, stored.duplicates) for one in (lost, refused))
+                lost, refused = (_with_repeats(part.keys, one, stored.duplicates) for one in (lost, refused))
             if error is not None:  # a store without keys to copy lost nothing
                 lost = sorted({*lost, *stored.copy, *stored.duplicates}.difference(refused))
             if lost or refused:
                 part.add_by_job(lost, failed)
                 part.add_by_job(refused, rejected)
         code = ErrorCode.SESSION_ENDED if self.session.ended else error or ErrorCode.NO_SPACE
-        copied = [0] * len(self.ids) if error is not None else self.copied_bytes
-        return [
-            JobResult(job_id, False, nbytes, seconds, code, failed[number], rejected.get(number, []))
-            if number in failed
-            else JobResult(job_id, True, nbytes, seconds, rejected=rejected.get(number, []))
-            for number, (job_id, nbytes) in enumerate(zip(self.ids, copied, strict=True))
-        ]
+        results = []
+        for number, (job_id, nbytes) in enumerate(zip(self.ids, self.copied_bytes, strict=True)):
+            keys, copied = failed.get(number, []), nbytes if error is None else 0
+            why = code if keys else None
+            results.append(JobResult(job_id, not keys, copied, seconds, why, keys, rejected.get(number, [])))
+        return results
 
     def abort(self, cache: Cache) -> None:
         """Free the slots; their content is not used."""
@@ -309,7 +323,7 @@ class LoadJob(Job):
     """Slots to compare with their checksums."""
     failed: list[GroupKeys] = field(default_factory=list, init=False)
     """Keys that are not ready, or corrupt."""
-    error: ErrorCode | None = field(default=None, init=False)
+    refusal: ErrorCode | None = field(default=None, init=False)
     """Error of a load that fails without a copy."""
 
     def begin(self, cache: Cache, pool: Pool, *, verify: bool) -> None:
@@ -322,13 +336,13 @@ class LoadJob(Job):
         owner = registration.namespace, registration.rank, self.lease_id
         size = registration.namespace.key_bytes
         for part, span in self.parts:
-            keys, first = part.keys[span.key * size : span.keys_end * size], span.first_block
+            keys, first = part.packed_keys[span.key * size : span.keys_end * size], span.first_block
             try:
                 ticket = cache.begin_load(*owner, part.group, keys, first)
             except (NotReady, UnknownLease) as refusal:
                 missing = refusal.missing if isinstance(refusal, NotReady) else range(span.keys_end - span.key)
-                self.failed.append(GroupKeys(part.group, b"".join([part.split[span.key + at] for at in missing])))
-                self.error = refusal.code
+                self.failed.append(GroupKeys(part.group, b"".join([part.keys[span.key + at] for at in missing])))
+                self.refusal = refusal.code
                 continue
             self.tickets.append(ticket)
             block_ids = part.block_ids[span.block : span.blocks_end]
@@ -339,7 +353,7 @@ class LoadJob(Job):
             slots = ticket.offsets + np.uint64(pool.mapping.address)
             self.copies.append(BlockCopy(part.layout, block_ids, slots, {0: first} if first else {}))
             self.nbytes += block_ids.size * part.layout.block_bytes
-        if self.error is not None:
+        if self.refusal is not None:
             self.copies, self.checks, self.nbytes = [], [], 0
         if self.checks:
             places = [(check.offset, check.length) for check in self.checks]
@@ -364,15 +378,14 @@ class LoadJob(Job):
             ]
             self.failed += corrupt
             error = ErrorCode.CHECKSUM if corrupt else error
-        copied_bytes = self.nbytes if error is None else 0
-        error = error or self.error
-        counts = error is None
-        cache.end_load(self.tickets, is_success=counts, ends_lease=error is None and not self.keep_lease)
-        if counts:
-            self.registration.namespace.counters.loaded_bytes += copied_bytes
+        error = error or self.refusal
+        is_success = error is None
+        copied_bytes = self.nbytes if is_success else 0
+        cache.end_load(self.tickets, is_success=is_success, ends_lease=is_success and not self.keep_lease)
+        self.registration.namespace.counters.loaded_bytes += copied_bytes
         if error is not None and self.session.ended:
             error = ErrorCode.SESSION_ENDED
-        return [JobResult(self.ids[0], error is None, copied_bytes, seconds, error, self.failed)]
+        return [JobResult(self.ids[0], is_success, copied_bytes, seconds, error, self.failed)]
 
 
 _wrong_slots = RareWarnings(logger, logging.ERROR)
@@ -451,7 +464,7 @@ class Jobs:
                 f"{len(loads.keep_lease)} values of keep_lease; send one of each for each load."
             )
         parts = (*load_parts, *store_parts)
-        keys = sum([len(part.split) for part in parts])
+        keys = sum([len(part.keys) for part in parts])
         pieces = sum([part.block_ids.size * len(part.layout.layers) for part in parts])
         memory_pieces = sum([layout.block_limit * len(layout.layers) for layout in registration.layouts])
         for count, most, what in (
@@ -469,26 +482,27 @@ class Jobs:
                 raise KvoffdError(why, ErrorCode.TOO_MANY)
         if log.nbytes >= MAX_UNACKNOWLEDGED_BYTES:
             raise KvoffdError("The session does not acknowledge its results; do so in each Submit.", ErrorCode.TOO_MANY)
-        wanted: list[list[tuple[GroupPart, JobSpan]]] = [[] for _ in loads.job_ids]
+        parts_of_load: list[list[tuple[GroupPart, JobSpan]]] = [[] for _ in loads.job_ids]
         for part in load_parts:
             for span in part.spans:
-                wanted[span.job].append((part, span))
+                parts_of_load[span.job].append((part, span))
         begun: list[StoreBatch | LoadJob] = []
         try:
-            for job_id, lease_id, keep, spans in zip(
-                loads.job_ids, loads.lease_ids, loads.keep_lease, wanted, strict=True
+            for job_id, lease_id, keep, its_parts in zip(
+                loads.job_ids, loads.lease_ids, loads.keep_lease, parts_of_load, strict=True
             ):
-                load = LoadJob((job_id,), session, registration, accepted_at, spans, lease_id, keep)
+                load = LoadJob((job_id,), session, registration, accepted_at, its_parts, lease_id, keep)
                 begun.append(load)
                 self.verify_due += self._config.verify_share
                 verify = self.verify_due >= 1.0
-                self.verify_due -= verify
+                if verify:
+                    self.verify_due -= 1.0
                 load.begin(cache, pool, verify=verify)
             if stores.job_ids:
                 batch = StoreBatch(stores.job_ids, session, registration, accepted_at, store_parts, message.sole)
-                first = store_parts[0]  # one group: others have the same tokens
                 if registration.rank == 0 and not registration.namespace.of_bench:
-                    self._branch_points.offered(registration.namespace, first.split, first.parents, first.token_ids)
+                    first = store_parts[0]  # one group suffices: the others have the same tokens
+                    self._branch_points.offered(registration.namespace, first.keys, first.parents, first.token_ids)
                 begun.append(batch)
                 batch.begin(cache, pool)
         except BaseException:
@@ -529,8 +543,8 @@ class Jobs:
             job.direction,
             job.plan,
             job.accepted_at + self._config.limits.job_deadline_s,
-            lambda _, outcome: self._host.post(lambda: self.finished(job, outcome)),
-            lambda _: self.finished(job, CopyEnd.DEADLINE, hangs=True),
+            lambda _, end: self._host.post(lambda: self.finished(job, end)),
+            lambda _: self.overdue(job),
             job.checksums,
         )
         try:
@@ -540,32 +554,25 @@ class Jobs:
             logger.exception("The copy engine did not accept a transfer; its job fails.")
             self.finished(job, CopyEnd.FAILED)
 
-    def finished(self, job: StoreBatch | LoadJob, outcome: CopyEnd, *, hangs: bool = False) -> None:
-        """End a job whose copy does not touch slots or the client's memory any more.
+    def overdue(self, job: StoreBatch | LoadJob) -> None:
+        """Answer a store whose copy hangs; a load must wait for its copy. See the top of this file."""
+        if isinstance(job, StoreBatch):
+            self._answer(job, ErrorCode.DEADLINE, hangs=True)
 
-        ``hangs``: the copy has not ended long after its deadline. A store gets its results all the same, see above.
-        """
-        if hangs and isinstance(job, LoadJob):
-            return
-        session, now, error = job.session, self._host.now(), ERROR_OF_END.get(outcome)
-        seconds = job.transfer.copy_s if job.transfer is not None else 0.0
+    def finished(self, job: StoreBatch | LoadJob, end: CopyEnd) -> None:
+        """End a job whose copy does not touch slots or the client's memory any more."""
+        session, now, error = job.session, self._host.now(), ERROR_OF_END.get(end)
         # A client may reuse its blocks as soon as it has closed its lifeline, so the copied bytes count only if the
         # lifeline is still open after the copy.
         if isinstance(job, StoreBatch) and error is None and (session.ended or not session.lifeline.alive()):
             error = ErrorCode.CANCELLED
-        try:
-            if job.answered:
-                job.abort(self._cache)
-            else:
-                results = job.end(self._cache, seconds, error, hangs=hangs)
-        except Exception:
-            # Its slots are not freed: it is unknown whether they may be read or reused.
-            logger.exception("Ending a copy failed inside the daemon; its jobs fail.")
-            results = [JobResult(job_id, False, 0, seconds, ErrorCode.INTERNAL) for job_id in job.ids]
         if not job.answered:
-            self._answer(job, results)
-        if hangs:
-            return
+            self._answer(job, error)
+        else:  # its copy had hung
+            try:
+                job.abort(self._cache)
+            except Exception:
+                logger.exception("Freeing the slots of a copy that had hung failed inside the daemon; they are lost.")
         del self.running[job]
         self.quiet_at = inf if self.running else now + QUIET_S
         session.in_flight -= len(job.ids)
@@ -577,10 +584,18 @@ class Jobs:
         if session.ended:
             session.release_if_idle()
 
-    def _answer(self, job: StoreBatch | LoadJob, results: list[JobResult]) -> None:
-        """Count the results, and have them published."""
-        session, counters, nbytes = job.session, self.counters[job.direction], sum([result.bytes for result in results])
+    def _answer(self, job: StoreBatch | LoadJob, error: ErrorCode | None, *, hangs: bool = False) -> None:
+        """Commit or drop a job's blocks, count its results, and have them published."""
+        session, counters = job.session, self.counters[job.direction]
+        seconds = job.transfer.copy_s if job.transfer is not None else 0.0
+        try:
+            results = job.end(self._cache, seconds, error, hangs=hangs)
+        except Exception:
+            # Its slots are not freed: it is unknown whether they may be read or reused.
+            logger.exception("Ending a copy failed inside the daemon; its jobs fail.")
+            results = [JobResult(job_id, False, 0, seconds, ErrorCode.INTERNAL) for job_id in job.ids]
         job.answered = True
+        nbytes = sum([result.bytes for result in results])
         counters.jobs += len(results)
         counters.failed_jobs += len(results) - sum([result.ok for result in results])
         counters.bytes += nbytes
@@ -597,7 +612,7 @@ class Jobs:
         self.with_results[session.id] = session
 
     def abandon(self, jobs: Iterable[Job]) -> None:
-        """Stop jobs in the given order. Queued ones end now, running ones at their next step."""
+        """Stop jobs in the given order, each once. Queued ones end now, running ones at their next step."""
         for job in dict.fromkeys(jobs):
             if job.transfer is not None and not job.withdraw():
                 job.transfer.must_end(CopyEnd.FAILED)

@@ -266,7 +266,7 @@ class LifelineServer:
         if self._connections.pop(fd, None) is not None:
             self._loop.remove_reader(fd)
         session = connection.session
-        if why is Ending.CLOSED and session.last_request_at == session.opened_at:
+        if why is Ending.CLOSED and not session.has_asked:
             self._ended.warn(
                 "A client (pid %d, %s) disconnected before its first request. If it is of another kvoffd release, "
                 "install the same on both ends: this daemon speaks protocol %d.",

@@ -22,31 +22,38 @@ logger = logging.getLogger(__name__)
 
 KEPT_S = 1.0
 """Time for which a peer that a request named is not replaced by another one."""
-EXCHANGE_S, DARK_S = 600.0, 10.0
-"""Time without a block, and without an answer, after which a node behind a name is replaced by another one of these.
-Not too often: each is a new label of metrics."""
+EXCHANGE_S = 600.0
+"""Time without a block after which a node behind a name is replaced by another one. Not too short: each one that comes
+is a new label of metrics."""
+DARK_S = 10.0
+"""The same for a node that does not answer."""
 
 
 @dataclass(eq=False)
 class PeerPlace:
-    """A place for a peer. ``number``: for the helper. ``since``: when the peer got it, or a request last named it.
-    ``listed_at``: when the peer was last among the addresses of a name."""
+    """A place for a peer."""
 
     number: int
+    """Its number in the helper."""
     tier: SharedTier
     source: Promotions
     since: float = -inf
+    """Time when the peer got it, or a request last named it."""
     listed_at: float = -inf
+    """Time when the peer was last among the addresses of a name."""
 
 
 @dataclass(eq=False)
 class PeerList:
-    """The nodes behind a name, by its last answer, if there was one; with a failure since, half a sentence."""
+    """The nodes behind a name."""
 
     name: PeerName
     addresses: dict[str, None] = field(default_factory=dict)
+    """Those of the last answer that had any."""
     is_known: bool = False
+    """Whether there was an answer."""
     problem: str = ""
+    """Half a sentence why the latest question failed; empty if it did not."""
 
 
 class PeerPlaces:
@@ -76,6 +83,7 @@ class PeerPlaces:
         """Addresses behind all names, by the name of the tier."""
         self._places: list[PeerPlace] = []
         self._exchange_at = -inf
+        """Time from which a node that answers may be exchanged again."""
 
     def __iter__(self) -> Iterator[SharedTier]:
         """Iterate over the tiers of all places, also of those without a peer."""
@@ -129,6 +137,12 @@ class PeerPlaces:
     def tick(self) -> None:
         """Connect nodes behind names, as far as there are places."""
         now = self._clock()
+        self._disconnect_unlisted(now)
+        for place in sorted((place for place in self._places if self._may_go(place, now)), key=_used_at):
+            self._exchange(place, now)
+
+    def _disconnect_unlisted(self, now: float) -> None:
+        """Free the places of nodes that no name has any more and that do not answer, or have been unlisted for long."""
         for place in self._places:
             if not place.tier.name or place.tier.only_named:
                 continue
@@ -138,17 +152,18 @@ class PeerPlaces:
             gone = not place.tier.available() or now >= place.listed_at + EXCHANGE_S
             if place.listed_at < now and gone and self._is_free(place):
                 self._connect(place, "", only_named=True)
-        due = sorted((place for place in self._places if self._may_go(place, now)), key=_used_at)
-        for place in due:
-            taken = {other.tier.name for other in self._places}
-            others = [address for name, address in self._addresses.items() if name not in taken]
-            answers = place.tier.available()
-            if not others or (answers and now < self._exchange_at):
-                continue
-            if self._connect(place, self._rng.choice(others), only_named=False):
-                place.since = place.listed_at = now
-                if answers:
-                    self._exchange_at = now + EXCHANGE_S
+
+    def _exchange(self, place: PeerPlace, now: float) -> None:
+        """Give a place to a node behind a name that has none. Of nodes that answer one goes in EXCHANGE_S."""
+        taken = {other.tier.name for other in self._places}
+        others = [address for name, address in self._addresses.items() if name not in taken]
+        answers = place.tier.available()
+        if not others or (answers and now < self._exchange_at):
+            return
+        if self._connect(place, self._rng.choice(others), only_named=False):
+            place.since = place.listed_at = now
+            if answers:
+                self._exchange_at = now + EXCHANGE_S
 
     def _may_go(self, place: PeerPlace, now: float) -> bool:
         """Return whether a place may be given to another node behind a name."""

@@ -25,7 +25,7 @@ from kvoffd.server.persistence import PolicyFile, State
 from kvoffd.system.files import OnError
 from kvoffd.system.limits import memory_limit
 from kvoffd.system.numa import nodes_with_gpus
-from kvoffd.system.systemd import Notifier
+from kvoffd.system.systemd import FdStore, Notifier
 from kvoffd_proto.build import with_commit
 from kvoffd_proto.stats import SLOW_PAGES
 from kvoffd_proto.units import format_duration, format_size, plural
@@ -35,7 +35,9 @@ logger = logging.getLogger(__name__)
 SMALL_POOL_BYTES = 1 << 30
 """Up to this size a pool's pages are not measured: that would take as long as the rest of the start."""
 RELEASE_TIMEOUT_S = 5.0
+"""Time for systemd to close the descriptors of an earlier pool."""
 TOLD_S = 2.0
+"""Interval of reports of the start's progress."""
 
 
 class StartProgress:
@@ -67,7 +69,7 @@ def open_pool(
     config: Config,
     notifier: Notifier,
     stored: Mapping[str, list[int]],
-    stopped: Callable[[], bool],
+    should_stop: Callable[[], bool],
     progress: StartProgress,
     *,
     was_killed: bool = False,
@@ -76,32 +78,32 @@ def open_pool(
 
     Args:
         stored: descriptors that systemd kept, by name. Takes ownership.
+        should_stop: polled while pages are touched; once it returns True, this returns early.
         was_killed: an earlier daemon in this directory was.
-        stopped: polled while it touches pages; if true it returns early.
 
     Raises:
         PoolTooLarge: there is not enough memory.
         KvoffdError: ``pool_file`` is unusable.
     """
     if config.pool_file:
-        pool = _open_pool_file(config, notifier, stored, progress, stopped)
-    elif stored or notifier.keeps_fds is not False or config.peers or config.peer_listen:
-        pool = _open_memfds(config, notifier, stored, progress, stopped)
+        pool = _open_pool_file(config, notifier, stored, progress, should_stop)
+    elif stored or notifier.fd_store is not FdStore.NO or config.peers or config.peer_listen:
+        pool = _open_memfds(config, notifier, stored, progress, should_stop)
     else:  # nobody keeps it, and no helper process reads it
-        pool = _make_pool(config, NewBacking(progress, stopped, takes_reserved=config.reserved_pages == "auto"))
+        pool = _make_pool(config, NewBacking(progress, should_stop, takes_reserved=config.reserved_pages == "auto"))
     if was_killed and not (config.pool_file or stored):
         logger.warning("The pool starts empty. The earlier daemon was killed, and its memory ended with it.")
     if pool.cold_reason:
         logger.warning("The pool starts empty. %s", pool.cold_reason)
     version, size = with_commit(__version__), format_size(config.pool_bytes)
     logger.info("kvoffd %s opens a pool of %s. %s", version, size, memory_summary(config))
-    keep = "" if pool.keeper else " To keep it, set pool_file to a file in /dev/shm, or run kvoffd as a systemd unit."
+    keep = "" if pool.kept else " To keep it, set pool_file to a file in /dev/shm, or run kvoffd as a systemd unit."
     logger.info("The pool's memory %s.%s", pool.at_the_end, keep)
     if not pool.resident:
         with OnError(pool.close):
             started = time.monotonic()
-            pool.touch(config.limits.touch_threads, progress, stopped)
-            if not stopped():
+            pool.touch(config.limits.touch_threads, progress, should_stop)
+            if not should_stop():
                 logger.info("The pool is in memory after %.1f s.", time.monotonic() - started)
                 log_pages(pool, config.pool_file)
     if shortage := memory_shortage(config, memory_limit()):
@@ -150,8 +152,7 @@ def restore(cache: Cache, pool: Pool, policy: PolicyFile, state: State, max_name
     known: list[Group] = []
     records = [one for one in snapshot.namespaces if state.generations.accept(one.fingerprint, one.generation)]
     records.sort(key=lambda one: one.number)  # in the order in which they were opened or last reset
-    beyond = len(records[:-max_namespaces])
-    if beyond:
+    if beyond := max(0, len(records) - max_namespaces):
         logger.warning(
             "The oldest %d of the pool's %d namespaces are left out: the limit is %d.",
             beyond,
@@ -206,14 +207,14 @@ def _open_pool_file(
     notifier: Notifier,
     stored: Mapping[str, list[int]],
     progress: StartProgress,
-    stopped: Callable[[], bool],
+    should_stop: Callable[[], bool],
 ) -> Pool:
     _discard_stored(notifier, stored)
-    with closing(FileBacking(Path(config.pool_file), progress, stopped)) as backing:
+    with closing(FileBacking(Path(config.pool_file), progress, should_stop)) as backing:
         pool = _make_pool(config, backing)
         with OnError(pool.close):
             backing.publish()
-    pool.keeper = f"in {config.pool_file}"
+    pool.kept = f"in {config.pool_file}"
     return pool
 
 
@@ -222,7 +223,7 @@ def _open_memfds(
     notifier: Notifier,
     stored: Mapping[str, list[int]],
     progress: StartProgress,
-    stopped: Callable[[], bool],
+    should_stop: Callable[[], bool],
 ) -> Pool:
     pools, tables = stored.get(POOL_NAME, []), stored.get(TABLE_NAME, [])
     stored_pair = (pools[0], tables[0]) if len(pools) == len(tables) == 1 else None
@@ -232,15 +233,15 @@ def _open_memfds(
         _discard_stored(notifier, stored)
     discard = partial(_remove_from_systemd, notifier, stored)
     reserved = config.reserved_pages == "auto"
-    with closing(MemfdBacking(stored_pair, discard, progress, stopped, takes_reserved=reserved)) as backing:
+    with closing(MemfdBacking(stored_pair, discard, progress, should_stop, takes_reserved=reserved)) as backing:
         pool = _make_pool(config, backing)
-    if not (pool.recovered or stopped()):  # then not all of it may be allocated
+    if not (pool.recovered or should_stop()):  # one that is to stop may not have allocated all of it
         for name, fd in zip((POOL_NAME, TABLE_NAME), pool.memory_fds, strict=True):
             notifier.store_fd(name, fd)
-    if pool.recovered or notifier.keeps_fds:
-        pool.keeper = "by systemd over restarts"
-    elif notifier.keeps_fds is None:
-        pool.keeper = "by systemd over restarts, if the unit has FileDescriptorStoreMax="
+    if pool.recovered or notifier.fd_store is FdStore.YES:
+        pool.kept = "by systemd over restarts"
+    elif notifier.fd_store is FdStore.MAYBE:
+        pool.kept = "by systemd over restarts, if the unit has FileDescriptorStoreMax="
     return pool
 
 

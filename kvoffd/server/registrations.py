@@ -119,16 +119,16 @@ def _claim(session: Session, handles: list[Handle]) -> dict[int, int]:
     if len(set(ids)) < len(ids):
         raise BadGeometry("A segment is named twice; name it once and let tensors share it.")
     for segment_id in ids:
-        if segment_id not in session.segments:
+        if segment_id not in session.attached:
             why = f"No descriptor was attached as segment {segment_id}; attach it first."
             raise KvoffdError(why, ErrorCode.UNKNOWN_SEGMENT)
-    return {segment_id: session.segments.pop(segment_id) for segment_id in ids}
+    return {segment_id: session.attached.pop(segment_id) for segment_id in ids}
 
 
 def _give_back(session: Session, descriptors: dict[int, int]) -> None:
     """Undo a claim. Close a descriptor whose id was attached again since."""
     for segment_id, fd in descriptors.items():
-        if session.ended or segment_id in session.segments:
+        if session.ended or segment_id in session.attached:
             session.lifeline.close_descriptor(fd)
         else:
-            session.segments[segment_id] = fd
+            session.attached[segment_id] = fd

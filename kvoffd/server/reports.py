@@ -79,7 +79,7 @@ class Reports:
             unloaded, not_awaited = UNLOADED.get(one.outcome), NOT_AWAITED.get(one.reason)
             outcome = PromptUse(one.own_keys, one.covered_keys, unloaded, one.coming_keys, not_awaited)
             counted = cache.prompts.count(session.id, one.lease_id, outcome)
-            self._count_missed(counted)
+            self._count_missed_for_tiers(counted)
             reason, tiers = self._reason_of(namespace, one, counted)
             one = structs.replace(one, reason=reason)
             tokens: dict[str, int] = {}
@@ -102,8 +102,8 @@ class Reports:
         found.sort(key=lambda prompt: prompt.report.decided_at)
         return found[-limit:]
 
-    def _count_missed(self, counted: Sequence[AskedKeys]) -> None:
-        """Count the keys that tiers which are down may have had, for these tiers."""
+    def _count_missed_for_tiers(self, counted: Sequence[AskedKeys]) -> None:
+        """Have each tier that was down count the keys that it may have had."""
         if (tiering := self._tier_supervisor.tiering) is not None:
             down = dict.fromkeys(name for part in counted for name in part.down)
             tiering.count_missed([*down], sum(part.reasons.count(MissReason.TIER_DOWN) for part in counted))
@@ -113,27 +113,27 @@ class Reports:
     ) -> tuple[str, list[str]]:
         """Return why a prompt's first missing key was missing, or why nothing was loaded, and the tiers concerned.
 
-        It is the reason by which the key was ``counted``. Of keys that were not, it is what the engine says, else what
-        is known now.
+        The reason is, of these, the first that there is: that by which the key was ``counted``, what the engine says,
+        what the cache knows of the key now, and what the outcome says.
         """
-        down: dict[str, None] = {}
-        sources: dict[str, None] = {}
         found: MissReason | None = None
         for part in counted:
-            down |= dict.fromkeys(part.down)
-            sources |= dict.fromkeys(part.sources)
             is_its = part.chain is not None and part.chain.group.index == report.missing_group
-            if found is None and is_its and (entry := part.reason_of(report.missing_key)) not in (None, FOUND):
+            if is_its and (entry := part.reason_of(report.missing_key)) not in (None, FOUND):
                 found = MissReason(entry)
-        if found is None and not report.reason:
-            if report.missing_key:
-                group = namespace.group(report.missing_group)
-                found = MissReason(self._cache.life.reasons_of(group, report.missing_key)[0])
-            else:
-                found = UNLOADED.get(report.outcome)
-        reason = report.reason if found is None else found.name.lower()
+                break
+        if found is None and report.reason:
+            return report.reason, []
+        if found is None and report.missing_key:
+            group = namespace.group(report.missing_group)
+            found = MissReason(self._cache.life.reasons_of(group, report.missing_key)[0])
+        if found is None:
+            found = UNLOADED.get(report.outcome)
+        tiers: list[str] = []
         if found is MissReason.TIER_FAILED and (tiering := self._tier_supervisor.tiering) is not None:
-            return reason, tiering.failing
-        if found in NOT_AWAITED.values():
-            return reason, list(sources)
-        return reason, list(down) if found is MissReason.TIER_DOWN else []
+            tiers = tiering.failing
+        elif found is MissReason.TIER_DOWN:
+            tiers = list(dict.fromkeys(name for part in counted for name in part.down))
+        elif found in NOT_AWAITED.values():
+            tiers = list(dict.fromkeys(name for part in counted for name in part.sources))
+        return "" if found is None else found.name.lower(), tiers

@@ -37,15 +37,17 @@ class Scrubber:
         self._begin()
 
     def _begin(self) -> None:
-        self._done = self._in_step = 0
-        """Slots of the pass that were examined, and those of them that are being read."""
+        self._examined = 0
+        """Slots of the pass that are done, as those freed since it began, or are in the step that is being read."""
+        self._being_read = 0
+        """Number of slots in that step; 0 if none is being read, or if its slots are unverified ones, of no pass."""
         self._checked_slots = self._checked_bytes = self._mismatches = 0
         self._started_at, self._seconds = self._clock(), 0.0
 
     @property
     def has_work(self) -> bool:
         """Whether ``next_step`` may have slots to read."""
-        return self._cache.blocks.unverified_slots > 0 or self._done < len(self._slots)
+        return self._cache.blocks.unverified_slots > 0 or self._examined < len(self._slots)
 
     @answers(a.Scrub)
     def scrub(self, session: Session, message: a.Scrub) -> a.ScrubReply:
@@ -56,39 +58,48 @@ class Scrubber:
 
     def start(self) -> None:
         """Start a pass over all slots unless one is running."""
-        if self._done == len(self._slots):
+        if self._examined == len(self._slots):
             self._slots = np.flatnonzero(self._cache.slots.in_use).astype(np.uint32)
             self._begin()
 
     def next_step(self) -> list[Check]:
-        """Return slots to read, about ``STEP_BYTES``, for ``finish_step``; it may be empty."""
-        checks = _first(self._cache.integrity.checks(self._cache.integrity.next_unverified(_STEP_SLOTS)))
-        while not checks and self._done < len(self._slots):
-            slots = self._slots[self._done : self._done + _STEP_SLOTS]
-            checks = _first([check for check in self._cache.integrity.checks(slots) if check.checksum])
-            last = np.flatnonzero(slots == checks[-1].slot)[0] + 1 if checks else len(slots)
-            self._done += int(last)
-            self._in_step = len(checks)
-            if not checks and self._done == len(self._slots):
+        """Return slots to read, about ``STEP_BYTES``, for ``finish_step``; it may be empty.
+
+        Slots that were not verified yet come before those of the pass.
+        """
+        self._being_read = 0
+        integrity = self._cache.integrity
+        return _first(integrity.checks(integrity.next_unverified(_STEP_SLOTS))) or self._next_of_pass()
+
+    def _next_of_pass(self) -> list[Check]:
+        """Return the next slots of the pass to read. If none is left, end it."""
+        while self._examined < len(self._slots):
+            slots = self._slots[self._examined : self._examined + _STEP_SLOTS]
+            if checks := _first([check for check in self._cache.integrity.checks(slots) if check.checksum]):
+                self._examined += int(np.flatnonzero(slots == checks[-1].slot)[0]) + 1
+                self._being_read = len(checks)
+                return checks
+            self._examined += len(slots)
+            if self._examined == len(self._slots):
                 self._end()
-        return checks
+        return []
 
     def finish_step(self, checks: Sequence[Check], checksums: Sequence[int]) -> None:
         """Act on the checksums of a step's slots."""
         for check, found in zip(checks, checksums, strict=True):
             sound = apply_check(self._cache, check, found)
-            if self._in_step and check.checksum:
+            if self._being_read:
                 self._checked_slots += 1
                 self._checked_bytes += check.length
                 self._mismatches += not sound
-        if self._in_step:
-            self._in_step = 0
-            if self._done == len(self._slots):
+        if self._being_read:
+            self._being_read = 0
+            if self._examined == len(self._slots):
                 self._end()
 
     def report(self, request_id: int) -> a.ScrubReply:
         """Return the progress of the running pass, or the result of the last one; all 0 without any."""
-        slots, done = len(self._slots), self._done - self._in_step
+        slots, done = len(self._slots), self._examined - self._being_read
         running = done < slots
         seconds = max(0.0, self._clock() - self._started_at) if running else self._seconds
         counts = self._checked_slots, self._checked_bytes, self._mismatches

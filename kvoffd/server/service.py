@@ -142,6 +142,7 @@ class Service:
         """Routes and frames to send."""
         self._totals_due = clock() + config.limits.totals_every_s
         self._partial_warned: WeakSet[Namespace] = WeakSet()
+        # Made before the parts that they ask: the state before the cache, the cache before the curve.
         state.generations.is_open = lambda fingerprint: fingerprint in cache.namespaces
         cache.prompts.curve = self.curve
         self._lru_fallback = LruFallback(self.curve, cache.policy) if isinstance(cache.policy, Learned) else None
@@ -166,7 +167,8 @@ class Service:
                 answer = self._answer_without_session(route, request)
             else:
                 session.last_request_at = self.clock()
-                if session.role not in exchange.roles and (session.role or not isinstance(request, m.Hello)):
+                is_first_hello = session.role is None and isinstance(request, m.Hello)
+                if session.role not in exchange.roles and not is_first_hello:
                     raise _wrong_role(session, request)
                 if self.sessions.stopping and isinstance(request, NEW_WORK):
                     raise KvoffdError.of(ErrorCode.SHUTTING_DOWN)
@@ -187,7 +189,7 @@ class Service:
             answer = self.refusal(request_id, error, session)
         if isinstance(answer, Pending):
             answer.request_id, answer.session = request_id, session
-            if not self._poll(answer):
+            if not self._settle(answer):
                 self.pending.append(answer)
         elif answer is not None:
             self._reply(route, request_id, answer, session)
@@ -195,7 +197,7 @@ class Service:
     def outgoing(self) -> tuple[list[Frames], list[tuple[bytes, bytes]]]:
         """Return publications, and replies by route. Send publications first: a reply may refer to a completion."""
         if self.pending:
-            self.pending = [pending for pending in self.pending if not self._poll(pending)]
+            self.pending = [pending for pending in self.pending if not self._settle(pending)]
         if self.jobs.with_results:
             self.sessions.close_batches()
         publications, self.sessions.publications = self.sessions.publications, []
@@ -260,8 +262,8 @@ class Service:
             return self.health.reply(request.request_id)
         raise KvoffdError.of(ErrorCode.BAD_TOKEN)
 
-    def _poll(self, pending: Pending) -> bool:
-        """Add the reply to ``replies`` if it is available; else return False."""
+    def _settle(self, pending: Pending) -> bool:
+        """Add the reply to ``replies`` if it is available, or drop it if its session has ended; else return False."""
         assert pending.session is not None
         if pending.session.ended:
             return True
@@ -269,9 +271,10 @@ class Service:
             reply = pending.poll(self.clock() >= pending.until)
         except Exception as error:
             reply = self.refusal(pending.request_id, error, pending.session)
-        if reply is not None:
-            self._reply(pending.session.route, pending.request_id, reply, pending.session)
-        return reply is not None
+        if reply is None:
+            return False
+        self._reply(pending.session.route, pending.request_id, reply, pending.session)
+        return True
 
     def _reply(self, route: bytes, request_id: int, reply: m.AnyReply, session: Session | None) -> None:
         """Add a reply to ``replies``, or the error INTERNAL if it cannot be encoded. Request 0 gets none but errors."""
@@ -298,7 +301,7 @@ class Service:
     # --- internal ----------------------------------------------------------------------------------
 
     def _end_overdue(self) -> None:
-        if self.cache.tick():
+        if self.cache.tick():  # some leases ended, or partial blocks were dropped
             self._warn_of_partial()
 
     def _save_totals_if_due(self) -> None:

@@ -97,11 +97,12 @@ class Session:
     name: str = ""
     software: str = ""
     last_request_at: float = field(init=False)
+    """``opened_at`` before the first request."""
     ended: bool = False
     namespaces: Opened[Namespace] = field(default_factory=lambda: Opened(ErrorCode.UNKNOWN_NAMESPACE))
     """Open namespaces by fingerprint."""
-    segments: dict[int, int] = field(default_factory=dict)
-    """Attached descriptors without a registration, by segment id."""
+    attached: dict[int, int] = field(default_factory=dict)
+    """Descriptors that no registration uses yet, by segment id."""
     registrations: Opened[Registration] = field(default_factory=lambda: Opened(ErrorCode.UNKNOWN_REGISTRATION))
     registering: set[bytes] = field(default_factory=set)
     """Ids of registrations whose memory is being mapped."""
@@ -124,6 +125,11 @@ class Session:
         self.route = routing_id(self.token)
         """ZeroMQ routing id of the client's requests."""
 
+    @property
+    def has_asked(self) -> bool:
+        """Whether a request came."""
+        return self.last_request_at != self.opened_at
+
     def release_if_idle(self) -> None:
         """Call ``on_released`` if the session and its last copy have ended."""
         if self.on_released is not None and not self.in_flight:
@@ -135,6 +141,6 @@ class Session:
         for registration in self.registrations.values():
             registration.close_when_idle(lambda: None)
         self.registrations.clear()
-        for fd in self.segments.values():
+        for fd in self.attached.values():
             self.lifeline.close_descriptor(fd)
-        self.segments.clear()
+        self.attached.clear()

@@ -66,7 +66,7 @@ def may_connect(process: ClientProcess, config: Config) -> bool:
     return process.uid in uids or process.gid in (config.allowed_gids or (os.getegid(),))
 
 
-def credit_bytes(config: Config, cache: Cache) -> int:
+def credit_of_all_bytes(config: Config, cache: Cache) -> int:
     """Return the bytes of stores that all sessions together may have outstanding."""
     return config.limits.credit_bytes or min(cache.slots.pool_bytes // 8, MAX_DEFAULT_CREDIT_BYTES)
 
@@ -91,13 +91,13 @@ class SessionTable:
         self._last_id = 0
         self.epoch = int.from_bytes(host.random(8), "big") >> 1
         """Random number of this daemon process, so that its clients do not take a successor's results for theirs."""
-        self.credit_bytes = credit_bytes(config, cache)
-        """Bytes of stores that each session may have outstanding: its part of the credit of all."""
+        self.credit_bytes = credit_of_all_bytes(config, cache)
+        """Bytes of stores that each session may have outstanding: an equal part of the credit of all."""
         self.endings: Counter[str] = Counter()
-        """Ended sessions by ``Ending``: engines', and those that the daemon ended before their Hello."""
+        """Ended sessions by ``Ending``: engines', and those of clients that misbehaved before their Hello."""
         self.stopping = False
         self.publications: list[Frames] = []
-        """Batches of results that are to be published."""
+        """Closed batches of results, to be published."""
 
     def __iter__(self) -> Iterator[Session]:
         """Iterate over the open sessions, oldest first."""
@@ -146,6 +146,51 @@ class SessionTable:
         credit = 0 if message.role is Role.ADMIN else self.credit_bytes
         return Welcome(message.request_id, session.id, limits, credit)
 
+    def _set_role(self, session: Session, role: Role, name: str, software: str) -> None:
+        """Set a session's role and names. Raises KvoffdError if the client may not have the role."""
+        if session.role is not None and session.role != role:
+            raise KvoffdError(
+                f"The session sent Hello as {session.role}, which cannot change; open another session.",
+                ErrorCode.WRONG_ROLE,
+            )
+        admins = self._config.admin_uids  # if empty, all users; root and the daemon's own user always may
+        if role is Role.ADMIN and admins and session.process.uid not in (0, os.geteuid(), *admins):
+            raise KvoffdError(
+                f"User {session.process.uid} may not administer this kvoffd; add the uid to admin_uids.",
+                ErrorCode.FORBIDDEN,
+            )
+        if role is not Role.ADMIN and session.role is None and self.of_engines >= self._config.max_sessions:
+            raise self._full()
+        if session.role is None:
+            where = f"pid {session.process.pid}" if session.process.pid else "in another pid namespace"
+            level = logging.DEBUG if role is Role.ADMIN else logging.INFO  # every kvoffd-cli command opens one
+            who = f"{name} ({software})" if software else name
+            logger.log(level, "Session %d: %s %s, %s.", session.id, role, who, where)
+        session.role, session.name, session.software = role, name, software
+
+    def _full(self) -> KvoffdError:
+        return KvoffdError(
+            f"All {self._config.max_sessions} sessions are taken; raise max_sessions.", ErrorCode.TOO_MANY
+        )
+
+    def attach(self, session: Session, segment_id: int, fd: int) -> None:
+        """Keep a descriptor for a later Register. Takes ownership of ``fd`` unless it raises KvoffdError."""
+        if session.ended:
+            raise KvoffdError.of(ErrorCode.SESSION_ENDED)
+        if segment_id in session.attached:
+            raise KvoffdError(f"Segment {segment_id} is attached already; use a new id.", ErrorCode.MALFORMED)
+        if len(session.attached) >= self._config.limits.max_segments:
+            raise KvoffdError(
+                f"The session holds {len(session.attached)} segments, its limit; register some.", ErrorCode.TOO_MANY
+            )
+        if sum([len(other.attached) for other in self]) >= self._max_attached:
+            raise KvoffdError(
+                f"All sessions together have {self._max_attached} descriptors attached, the limit. Register some, or "
+                "raise the daemon's limit of open files.",
+                ErrorCode.TOO_MANY,
+            )
+        session.attached[segment_id] = fd
+
     @answers(Results)
     def results(self, session: Session, message: Results) -> ResultsReply:
         """Return the unacknowledged results, and the ids of unfinished jobs."""
@@ -161,7 +206,7 @@ class SessionTable:
         self._jobs.with_results.clear()
 
     def _close_batch(self, session: Session) -> None:
-        if frames := session.completions.flush(self.credit_bytes):
+        if frames := session.completions.close_batch(self.credit_bytes):
             self.publications.append(frames)
 
     @answers(a.Sessions)
@@ -195,55 +240,10 @@ class SessionTable:
             for one in self
         ]
 
-    def _set_role(self, session: Session, role: Role, name: str, software: str) -> None:
-        """Set a session's role and names. Raises KvoffdError if the client may not have the role."""
-        if session.role is not None and session.role != role:
-            raise KvoffdError(
-                f"The session sent Hello as {session.role}, which cannot change; open another session.",
-                ErrorCode.WRONG_ROLE,
-            )
-        admins = self._config.admin_uids  # if empty, all users; root and the daemon's own user always may
-        if role is Role.ADMIN and admins and session.process.uid not in (0, os.geteuid(), *admins):
-            raise KvoffdError(
-                f"User {session.process.uid} may not administer this kvoffd; add the uid to admin_uids.",
-                ErrorCode.FORBIDDEN,
-            )
-        if role is not Role.ADMIN and session.role is None and self.of_engines >= self._config.max_sessions:
-            raise self._full()
-        if session.role is None:
-            where = f"pid {session.process.pid}" if session.process.pid else "in another pid namespace"
-            level = logging.DEBUG if role is Role.ADMIN else logging.INFO  # every kvoffd-cli command opens one
-            who = f"{name} ({software})" if software else name
-            logger.log(level, "Session %d: %s %s, %s.", session.id, role, who, where)
-        session.role, session.name, session.software = role, name, software
-
-    def _full(self) -> KvoffdError:
-        return KvoffdError(
-            f"All {self._config.max_sessions} sessions are taken; raise max_sessions.", ErrorCode.TOO_MANY
-        )
-
-    def attach(self, session: Session, segment_id: int, fd: int) -> None:
-        """Keep a descriptor for a later Register. Takes ownership of ``fd`` unless it raises KvoffdError."""
-        if session.ended:
-            raise KvoffdError.of(ErrorCode.SESSION_ENDED)
-        if segment_id in session.segments:
-            raise KvoffdError(f"Segment {segment_id} is attached already; use a new id.", ErrorCode.MALFORMED)
-        if len(session.segments) >= self._config.limits.max_segments:
-            raise KvoffdError(
-                f"The session holds {len(session.segments)} segments, its limit; register some.", ErrorCode.TOO_MANY
-            )
-        if sum([len(other.segments) for other in self]) >= self._max_attached:
-            raise KvoffdError(
-                f"All sessions together have {self._max_attached} descriptors attached, the limit. Register some, or "
-                "raise the daemon's limit of open files.",
-                ErrorCode.TOO_MANY,
-            )
-        session.segments[segment_id] = fd
-
     def share_credit(self) -> None:
         """Divide the credit among the sessions with registered memory, after their number changed."""
         writers = sum(bool(session.registrations) for session in self)
-        self.credit_bytes = credit_bytes(self._config, self._cache) // max(1, writers)
+        self.credit_bytes = credit_of_all_bytes(self._config, self._cache) // max(1, writers)
 
     def end(self, session: Session, on_released: Callable[[], None], why: Ending = Ending.GONE) -> None:
         """End a session after its lifeline: end its leases, stop its copies, unmap its memory.
@@ -266,6 +266,8 @@ class SessionTable:
         if session.role is not None:
             level = logging.DEBUG if session.role is Role.ADMIN else logging.INFO
             logger.log(level, "Session %d (%s %s) ended: %s.", session.id, session.role, session.name, why)
-        of_engine = session.role is not None and session.role is not Role.ADMIN
-        if of_engine or (session.role is None and why not in (Ending.CLOSED, Ending.GONE, Ending.STOPPING)):
+            counts = session.role is not Role.ADMIN
+        else:
+            counts = why not in (Ending.CLOSED, Ending.GONE, Ending.STOPPING)
+        if counts:
             self.endings[why.value] += 1

@@ -39,9 +39,10 @@ RETRY_S = 0.25
 """Pause after accept() failed, for example for lack of descriptors: it would fail again at once."""
 DRAIN_S, DRAINED_AT_ONCE = 0.002, 64
 """Time and messages after which the loop handles lifelines and timers."""
-FRAMES_AT_ONCE, FRAMES_TIMED = 2048, 8
-"""Frames of one message after which it does, as a message may have millions, of two bytes each on the wire; and those
-after which the time is looked at, since they may be large."""
+FRAMES_AT_ONCE = 2048
+"""Frames dropped at once of a message that has too many: it may have millions, of two bytes each on the wire."""
+FRAMES_TIMED = 8
+"""Frames dropped between two looks at the clock, since they may be large."""
 AFTER_REPLY_S = 0.002
 """Delay of the work that follows a reply."""
 NOBODY = 2**32 - 1
@@ -67,9 +68,9 @@ class Sockets:
     | it stopped with more to do | ``wake``, by itself |
     | a reply was sent, AFTER_REPLY_S ago; a tick | ``serve``, for the edge may be lost |
 
-    A request is one frame. A message of more is answered with an error, and its other frames are dropped, some in each
-    drain. Until then the loop does everything but read other requests: libzmq gives out one message after another. It
-    has all frames of one before it gives out the first, 64 bytes each, and has no limit for that.
+    A request is one frame. A message of more frames is answered with an error, and the others are dropped, some in each
+    drain. Until then no other request is read, since libzmq delivers one message after another; all other work
+    continues. libzmq delivers no frame before it has the whole message, at 64 bytes a frame and without a limit.
     """
 
     def __init__(self, config: Config, directory: DaemonDirectory) -> None:
@@ -190,8 +191,8 @@ class Sockets:
                 else:
                     more = True
                 more = service.background() or more
-                if service.pending:
-                    more = self.flush() or more  # sending may have consumed the edge
+                if service.pending and self.flush():
+                    more = True  # sending may have consumed the edge of a request that came
             except Exception:  # the loop must survive it; the next tick drains again
                 logger.exception("An iteration of the message loop failed.")
                 return False
@@ -244,7 +245,8 @@ class Sockets:
                 service.counts.replies_dropped["unread" if isinstance(error, zmq.Again) else "gone"] += 1
         if service.urgent or not replies:
             service.after_send()
-        elif not self._serve_scheduled:  # later: on few cores it would delay libzmq's thread, which sends
+        elif not self._serve_scheduled:
+            # Later: on few cores it would delay libzmq's thread, which sends. ``serve`` comes here without replies.
             self._serve_scheduled = True
             self._loop.call_later(AFTER_REPLY_S, self.serve)
         return bool(replies)

@@ -132,7 +132,7 @@ class TierSupervisor:
         peers = list(map(parse_peer, config.peers))
         self._peers = [(str(peer.host).lower(), peer.text) for peer in peers if peer.is_one]
         self.networks = {peer.text: (peer.host, peer.port) for peer in peers if not isinstance(peer.host, str)}
-        self._names = [PeerName(peer.text, str(peer.host), peer.port) for peer in peers if peer.is_list]
+        self._names = [PeerName(peer.text, str(peer.host), peer.port) for peer in peers if peer.has_many]
         self._resolver: NameResolver | None = None
         self.peer_places: PeerPlaces | None = None
         self._asked_at: dict[bytes, float] = {}

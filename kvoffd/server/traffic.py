@@ -14,10 +14,13 @@ from kvoffd.observe.meters import CounterSteps, CounterWindows
 from kvoffd_proto.stats import Lifetime, Window
 
 SAMPLE_EVERY_S = 1.0
-_MISSES, _NO_SPACE, _TOKENS = _BY_NAME = "misses", "no_space", "prompt_tokens"
+_MISSES, _NO_SPACE, _TOKENS = "misses", "no_space", "prompt_tokens"
+_BY_NAME = _MISSES, _NO_SPACE, _TOKENS
+"""Counters of a namespace that are maps. Here an entry of one is a count with a name such as ``misses evicted``."""
 COUNTED = tuple(name for name in Counters.__slots__ if name not in _BY_NAME and not name.endswith("per_second"))
+"""Counters that are numbers."""
 _GPU_SECONDS = "saved_gpu_seconds"
-_counted = attrgetter(*COUNTED)
+_numbers_of = attrgetter(*COUNTED)
 _MISSES_OF = {reason: f"{_MISSES} {reason.name.lower()}" for reason in MissReason}
 _COPIED = tuple(sorted({*Window.__struct_fields__} & {*COUNTED}))
 """Counters that statistics have under the same name."""
@@ -53,7 +56,8 @@ class TrafficCounts:
     def namespace_forgotten(self, namespace: Namespace) -> None:
         """Keep a namespace's counts in the totals after it was forgotten."""
         self._add(namespace)
-        self.gone_namespaces += bool(self._counted.pop(namespace, {}))
+        if self._counted.pop(namespace, None):
+            self.gone_namespaces += 1
 
     def total(self) -> Mapping[str, float]:
         """Return the counts of all namespaces since the start."""
@@ -104,7 +108,7 @@ class TrafficCounts:
 def counts_of(namespace: Namespace) -> dict[str, float]:
     """Return a namespace's counts that are not 0."""
     counters = namespace.counters
-    counts = {name: count for name, count in zip(COUNTED, _counted(counters), strict=True) if count}
+    counts = {name: count for name, count in zip(COUNTED, _numbers_of(counters), strict=True) if count}
     if counters.saved_seconds:
         counts[_GPU_SECONDS] = counters.saved_seconds * namespace.world_size
     for reason, count in counters.misses.items():
@@ -117,7 +121,10 @@ def counts_of(namespace: Namespace) -> dict[str, float]:
 
 
 def figures(counts: Mapping[str, float]) -> dict[str, Any]:
-    """Return the fields of a Traffic: every requested key was loaded, not needed, or a miss."""
+    """Return the fields of a Traffic for counts such as those of ``counts_of``.
+
+    Every requested key was loaded, not needed, or a miss.
+    """
     by_name: dict[str, dict[str, int]] = {kind: {} for kind in _BY_NAME}
     for name, count in counts.items():
         if " " in name and count:

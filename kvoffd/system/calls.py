@@ -1,4 +1,4 @@
-"""Calls of which one that raises does not keep the others from being made."""
+"""Makes several calls, even if one of them raises."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ LOCK_FILE = "kvoffd.lock"
 DIRECTORY_MODE = 0o750
 SOCKET_MODE = 0o660
 STARTING_BYTES = 100
-"""Longer than any text, so that a shorter one replaces all of it."""
+"""Length to which the text of the start's progress is padded, so that it overwrites all of a longer one."""
 
 
 def _check_owner(directory: Path) -> None:
@@ -108,7 +108,7 @@ class DaemonDirectory:
                 os.pwrite(self._starting_fd, text.ljust(STARTING_BYTES).encode(), 0)
 
     def started(self) -> None:
-        """Leave clients to the sockets, or to nothing. Idempotent."""
+        """Remove the file of ``tell_starting``: the sockets are open, or the start has failed. Idempotent."""
         if self._starting_fd >= 0:
             os.close(self._starting_fd)
             self._starting_fd = -1

@@ -134,16 +134,19 @@ def is_regular(status: os.stat_result) -> bool:
 
 
 def begins_as(content: bytes, magic: bytes) -> bool:
-    """Return whether a file that begins with ``content`` has the magic, or is damaged: it has 3/4 of the magic's bytes.
+    """Return whether a file that begins with ``content`` is one of the daemon's, perhaps damaged.
 
-    A file that ends with a damaged magic counts as another program's.
+    A damaged one still has 3/4 of the magic's bytes, and is longer than the magic.
     """
     matches = sum(map(eq, content, magic))
     return matches == len(magic) or (len(content) > len(magic) and matches >= len(magic) * 3 // 4)
 
 
 def foreign_owner(status: os.stat_result, what: str) -> str:
-    """Return why other users could open this file of ``what``, beginning with the verb; empty if none can."""
+    """Return why ``what`` is not used from this file: other users could open it. Empty if none can.
+
+    It is the end of a sentence whose subject is the file.
+    """
     if status.st_uid == os.geteuid() and not status.st_mode & 0o077:
         return ""
     return (

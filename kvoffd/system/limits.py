@@ -23,14 +23,24 @@ MIN_DESCRIPTORS = 1024
 MAX_DESCRIPTORS = 65536
 # cgroup v1 writes the largest page count, in bytes, for "no limit".
 _NO_LIMIT = 2**62
-# Prefix of a cgroup's fields of memory.stat that include its children, and its files: usage, and limits.
-_VERSION_1 = "total_", "memory.usage_in_bytes", "memory.limit_in_bytes"
-# Above memory.high the kernel throttles a process to a standstill, so it counts as a limit.
-_VERSION_2 = "", "memory.current", "memory.max", "memory.high"
 RESERVED_FROM_BYTES = 1 << 30
 """Smallest memory that takes reserved huge pages: a small pool gains nothing, and they may be meant for others."""
 START_BYTES = 24 << 20
 """Memory that the daemon takes from the end of its command line until it serves, without a pool (measured: 21 MiB)."""
+
+
+class _CgroupFiles(NamedTuple):
+    """Names of a cgroup's files in one version of cgroups."""
+
+    usage: str
+    limits: Sequence[str]
+    stat_prefix: str
+    """Beginning of the fields of memory.stat that include the cgroup's children."""
+
+
+_VERSION_1 = _CgroupFiles("memory.usage_in_bytes", ("memory.limit_in_bytes",), "total_")
+# Above memory.high the kernel throttles a process to a standstill, so it counts as a limit.
+_VERSION_2 = _CgroupFiles("memory.current", ("memory.max", "memory.high"), "")
 
 
 class MemoryLimit(NamedTuple):
@@ -52,18 +62,18 @@ def memory_limit(
     Files that are missing or unreadable are no limit.
 
     Args:
-        freed_bytes: shared memory that will be freed first. A cgroup gets no more of it back than it is charged for: it
-            may be charged to another one, such as that of a container that was killed.
+        freed_bytes: shared memory that will be freed first. A cgroup gets back only what it is charged for, and the
+            memory may be charged to another cgroup, such as that of a container that was killed.
         cache_fields: fields of a cgroup's memory.stat with page cache that counts as free.
     """
-    limits, how = [_machine_limit(proc, freed_bytes)], (freed_bytes, cache_fields)
+    limits = [_machine_limit(proc, freed_bytes)]
     for controller, path in _cgroups(proc):
         if controller == "memory":
-            limits.extend(_walk(cgroup_root / "memory", path, _VERSION_1, *how))
+            limits.extend(_cgroup_limits(cgroup_root / "memory", path, _VERSION_1, freed_bytes, cache_fields))
         elif controller == "":
             # The hybrid mode of systemd mounts v2 below the v1 controllers.
             for root in (cgroup_root, cgroup_root / "unified"):
-                limits.extend(_walk(root, path, _VERSION_2, *how))
+                limits.extend(_cgroup_limits(root, path, _VERSION_2, freed_bytes, cache_fields))
     return min(limits, key=lambda limit: limit.bytes)
 
 
@@ -78,14 +88,13 @@ def machine_huge_bytes(*, shared: bool) -> int:
 
 
 def free_huge_pages(page_bytes: int) -> int:
-    """Return how many reserved huge pages of a size nobody has, or has a claim to."""
+    """Return the number of reserved huge pages of a size that are neither in use nor promised to a mapping."""
     pages = Path(f"/sys/kernel/mm/hugepages/hugepages-{page_bytes >> 10}kB")
     return (_number(pages / "free_hugepages") or 0) - (_number(pages / "resv_hugepages") or 0)
 
 
 def fits_reserved(size_bytes: int, freed_bytes: int = 0) -> bool:
-    """Return whether the machine has reserved huge pages for this memory, which nobody uses once ``freed_bytes`` of
-    them are free again."""
+    """Return whether this memory fits into free reserved huge pages, to which ``freed_bytes`` will be returned."""
     if size_bytes < RESERVED_FROM_BYTES:
         return False
     page_bytes = default_huge_page_bytes()
@@ -110,6 +119,7 @@ def check_start(pool_file: str) -> None:
 
     A pool file of an earlier daemon, which was perhaps killed for memory, still uses memory.
     """
+    # All page cache counts as free: the kernel takes back even active one before it kills a process.
     limit = memory_limit(cache_fields=("inactive_file", "active_file"))
     if limit.bytes < START_BYTES:
         held = held_bytes(os.stat(pool_file)) if pool_file and os.path.exists(pool_file) else 0
@@ -136,8 +146,8 @@ def _cgroups(proc: Path) -> Iterator[tuple[str, str]]:
                 yield controller, fields[2]
 
 
-def _walk(
-    root: Path, path: str, names: tuple[str, ...], freed_bytes: int, cache_fields: Sequence[str]
+def _cgroup_limits(
+    root: Path, path: str, files: _CgroupFiles, freed_bytes: int, cache_fields: Sequence[str]
 ) -> Iterator[MemoryLimit]:
     """Yield the limits of the cgroup and of all its ancestors, all of which apply.
 
@@ -145,19 +155,22 @@ def _walk(
     """
     own = root / path.lstrip("/")
     inside = [one for one in (own, *own.parents) if root in one.parents and ".." not in one.parts]
-    return filter(None, (_cgroup_limit(one, freed_bytes, cache_fields, *names) for one in (*inside, root)))
+    return filter(None, (_cgroup_limit(one, files, freed_bytes, cache_fields) for one in (*inside, root)))
 
 
 def _cgroup_limit(
-    directory: Path, freed_bytes: int, cache_fields: Sequence[str], prefix: str, used_name: str, *limit_names: str
+    directory: Path, files: _CgroupFiles, freed_bytes: int, cache_fields: Sequence[str]
 ) -> MemoryLimit | None:
-    used, *limits = (_number(directory / name) for name in (used_name, *limit_names))
+    """Return the memory left in one cgroup; None if it has no limit."""
+    used = _number(directory / files.usage)
+    limits = (_number(directory / name) for name in files.limits)
     limit = min((value for value in limits if value is not None), default=_NO_LIMIT)
     if used is None or limit >= _NO_LIMIT:
         return None
     stat = dict(_pairs(directory / "memory.stat"))
-    freed = min(freed_bytes, stat.get(f"{prefix}shmem", 0))
-    needed = max(0, used - sum(stat.get(prefix + name, 0) for name in cache_fields) - freed)
+    freed = min(freed_bytes, stat.get(f"{files.stat_prefix}shmem", 0))
+    cache = sum(stat.get(files.stat_prefix + name, 0) for name in cache_fields)
+    needed = max(0, used - cache - freed)
     total, in_use = format_size(limit), format_size(needed)
     source = f"the memory cgroup {directory} is limited to {total}, of which {in_use} are in use"
     return MemoryLimit(max(0, limit - needed), source)

@@ -1,5 +1,4 @@
-"""Memory: shared, mapped so that no other process can kill the daemon through it, and faulted in before copies; or
-private."""
+"""Maps memory, private or so shared that no other process can kill the daemon by it; faults it in before copies."""
 
 from __future__ import annotations
 
@@ -39,9 +38,11 @@ HUGE_PAGE_BYTES = 2 << 20
 """A huge page of x86-64, and of aarch64 with pages of 4 KiB."""
 STEP_BYTES = 4 << 20
 """Memory faulted in at a time, in about 1 ms; other segments wait for it."""
-SCANNED_BYTES, MAX_SCANS = 64 << 20, 1024
-"""Memory whose page table the kernel examines in one call, in less than a millisecond in which no other thread can map
-or unmap memory; and most calls to find out which pages a mapping has."""
+SCANNED_BYTES = 64 << 20
+"""Memory whose page table the kernel examines in one call. That takes less than a millisecond, in which no other thread
+can map or unmap memory."""
+MAX_SCANS = 1024
+"""Limit of these calls for one mapping."""
 UNMAP_BYTES = 256 << 20
 """Memory unmapped by one call, in a few milliseconds; other threads that map memory wait for it."""
 
@@ -140,7 +141,7 @@ def map_shared(
 def map_private(size_bytes: int) -> HostMapping:
     """Map new memory, all zeros, that no other process can map. It begins at a multiple of HUGE_PAGE_BYTES.
 
-    As of a memfd, its pages are counted when they are touched. Raises OSError.
+    A page takes memory from its first touch on, as in a memfd. Raises OSError.
     """
     whole_bytes = -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
@@ -215,8 +216,10 @@ def _check_memfd(fd: int, size_bytes: int, whole: bool, may_be_huge: bool) -> No
 
 
 def huge_page_bytes(mapping: HostMapping) -> int | None:
-    """Return the bytes of a mapping that are mapped in huge pages, of a large one estimated from MAX_SCANS pieces; None
-    if the kernel cannot tell (before 6.7)."""
+    """Return the bytes of a mapping that are in huge pages; None if the kernel cannot tell (before 6.7).
+
+    For a large mapping it is an estimate from MAX_SCANS pieces.
+    """
     found, scanned, size_bytes = 0, 0, mapping.size_bytes
     step = SCANNED_BYTES * max(1, -(-size_bytes // (MAX_SCANS * SCANNED_BYTES)))
     regions = np.zeros((SCANNED_BYTES // HUGE_PAGE_BYTES + 1, 3), np.uint64)  # begin, end and categories of each
@@ -227,6 +230,7 @@ def huge_page_bytes(mapping: HostMapping) -> int | None:
                 asked = _PM_SCAN_ARG_BYTES, 0, begin, begin + length, 0, regions.ctypes.data, len(regions), 0
                 argument = array("Q", (*asked, 0, PAGE_IS_HUGE, 0, PAGE_IS_HUGE))
                 count = fcntl.ioctl(pagemap, PAGEMAP_SCAN, argument)
+                # A huge page at an end of the piece is reported whole.
                 found += min(length, int((regions[:count, 1] - regions[:count, 0]).sum()))
                 scanned += length
     except OSError:

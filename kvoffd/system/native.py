@@ -24,6 +24,7 @@ class NotCompiled(KvoffdError):
 
 VOID_P, CHAR_P, INT, UINT32, DOUBLE = ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int, ctypes.c_uint32, ctypes.c_double
 COUNT = ctypes.c_uint64
+"""An unsigned result of 64 bits."""
 NUMBER = VOID_P
 """An unsigned argument of 64 bits: ctypes takes twice as long to pass a c_uint64."""
 KEYS = NUMBER, CHAR_P, NUMBER, NUMBER
@@ -49,8 +50,8 @@ class Native:
 
     def __init__(self, path: Path = LIBRARY) -> None:
         try:
-            self._libraries = ctypes.CDLL(str(path)), ctypes.PyDLL(str(path))
-            found = ctypes.c_uint32.in_dll(self._libraries[0], "kvoffd_version").value
+            self._without_gil, self._with_gil = ctypes.CDLL(str(path)), ctypes.PyDLL(str(path))
+            found = ctypes.c_uint32.in_dll(self._with_gil, "kvoffd_version").value
             if found != VERSION:
                 raise OSError(f"it has version {found:08x} instead of {VERSION:08x}")
         except (OSError, ValueError) as error:
@@ -63,7 +64,7 @@ class Native:
         if name not in declared:
             raise AttributeError(f"no package declares {name}")
         keep_gil, (result, *arguments) = declared[name]
-        function = getattr(self._libraries[keep_gil], f"kvoffd_{name}")
+        function = getattr(self._with_gil if keep_gil else self._without_gil, f"kvoffd_{name}")
         function.argtypes, function.restype = arguments, result
         setattr(self, name, function)
         return cast("Callable[..., Any]", function)

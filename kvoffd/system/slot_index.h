@@ -20,8 +20,8 @@
 #endif
 
 enum { PLACE_BITS = 11, PLACES = 1 << PLACE_BITS /* home places of a segment */ };
-/* An entry is fewer steps than FARTHEST behind its home place, else its segment is split, which has 0.86 * PLACES entries
- * then, in the mean. So the last place of a segment is always empty. */
+/* An entry is fewer than FARTHEST steps behind its home place: if a new one had to go farther, its segment is split, which
+ * happens at 0.86 * PLACES entries on average. So the last place of a segment is always empty. */
 enum { FARTHEST = 128, SEGMENT_WORDS = (PLACES + FARTHEST) * WORDS, SEGMENT_BYTES = SEGMENT_WORDS * sizeof(uint64_t) };
 enum { TOGETHER = 32 /* keys whose memory is prefetched together */ };
 static const uint32_t NONE = UINT32_MAX;
@@ -102,6 +102,7 @@ static inline void split(struct slot_index *x, uint64_t hashed)
     while (2 * span <= count && x->segments[at & -(2 * span)] == x->segments[at | (2 * span - 1)])
         span *= 2; /* places in `segments` that are this segment */
     if (span == 1) {
+        /* An entry keeps 32 bits of its hash, from which a segment's number and a place in it must be found. */
         uint64_t **wider = or_end(x->bits + PLACE_BITS < 32 ? malloc(2 * count * sizeof *wider) : NULL);
         for (uint64_t i = 0; i < count; i++)
             wider[2 * i] = wider[2 * i + 1] = x->segments[i];
@@ -118,6 +119,7 @@ static inline void split(struct slot_index *x, uint64_t hashed)
         x->segments[(at & -span) + i] = half;
     memcpy(old, segment, sizeof old);
     memset(segment, 0, sizeof old);
+    /* Put back in their old order, so none gets farther from its home place than it was. */
     for (uint64_t *entry = old; entry < old + SEGMENT_WORDS; entry += WORDS)
         if (*entry) {
             for (place = home(x, *entry); *place; place += WORDS)

@@ -10,15 +10,26 @@ import socket
 import time
 from array import array
 from collections.abc import Mapping, MutableMapping, Sequence
+from enum import Enum
 
 logger = logging.getLogger(__name__)
 
 MAX_STATUS_CHARACTERS = 1024
 START_EXTENSION_S = 30
 MANAGER_SOCKETS = "/systemd/notify"
-"""End of NOTIFY_SOCKET for the system's manager and users'; a container engine's has another, and keeps nothing."""
+"""End of NOTIFY_SOCKET if systemd itself listens, for the system or a user. A container engine, which keeps no
+descriptors, has another path."""
 FIRST_STORED_FD = 3
 """SD_LISTEN_FDS_START (sd_listen_fds(3))."""
+
+
+class FdStore(Enum):
+    """Whether systemd keeps descriptors for the next daemon."""
+
+    NO = "no"
+    MAYBE = "maybe"
+    """It does if the unit has FileDescriptorStoreMax=; only release 254 and later say so."""
+    YES = "yes"
 
 
 class Notifier:
@@ -31,8 +42,7 @@ class Notifier:
         self._watchdog_at, self._watchdog_timeout_s = 0.0, _watchdog_timeout_s(environ)
         self._socket: socket.socket | None = None
         self._failed = False
-        self.keeps_fds: bool | None = False
-        """Whether descriptors are kept for the next daemon; None if unknown: systemd says so since release 254."""
+        self.fd_store = FdStore.NO
         address = environ.get("NOTIFY_SOCKET", "")
         if not address:
             return
@@ -42,9 +52,9 @@ class Notifier:
             )
             return
         if "FDSTORE" in environ:
-            self.keeps_fds = environ["FDSTORE"] != "0"
+            self.fd_store = FdStore.YES if environ["FDSTORE"] != "0" else FdStore.NO
         elif address.endswith(MANAGER_SOCKETS):
-            self.keeps_fds = None
+            self.fd_store = FdStore.MAYBE
         self._address = f"\0{address[1:]}" if address[0] == "@" else address
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
 

@@ -151,18 +151,21 @@ class Workers(Generic[T, R]):
         self._waiting: deque[T] = deque()
         self._running: dict[int, tuple[float, list[T]]] = {}  # by thread: start time, and tasks that have not ended
         self._ended: deque[tuple[T, R]] = deque()
-        self._posted = self._stopped = self._called = False
+        self._posted = False  # _deliver_some is posted, and has not run
+        self._woken = False  # a thread was woken, and has not looked at the queue yet
+        self._stopped = False
         self._nice = nice
         self._start()
 
     def _start(self) -> None:
+        """Start the threads. Tests replace it, and do the threads' work themselves."""
         works = ((f"{self._name}-{number}", partial(self._run, number)) for number in range(len(self._works)))
         self._threads = AbandonableThreads(works, self._stop, self._nice)
 
     def put(self, task: T) -> None:
         with self._changed:
             self._waiting.append(task)
-            self._call_one()
+            self._wake_one()
 
     def end(self, result: R, which: Callable[[T], bool] = lambda task: True) -> int:
         """End queued tasks with this result, in the calling thread; return their number."""
@@ -246,18 +249,18 @@ class Workers(Generic[T, R]):
             with self._changed:
                 if self._stopped:
                     return
-                self._called = False
+                self._woken = False
                 if not (tasks := self._begin(number)):
                     self._changed.wait()
                     continue
                 if self._waiting:
-                    self._call_one()
+                    self._wake_one()
             self._do(number, tasks)
 
-    def _call_one(self) -> None:
-        """Wake a thread; if it leaves tasks in the queue, it wakes the next."""
-        if not self._called:
-            self._called = True
+    def _wake_one(self) -> None:
+        """Wake a thread, unless one was woken that has not looked yet: if that leaves tasks, it wakes the next."""
+        if not self._woken:
+            self._woken = True
             self._changed.notify()
 
     def _begin(self, number: int) -> list[T]:

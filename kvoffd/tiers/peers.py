@@ -230,7 +230,7 @@ class PeerHelper:
         self._landing = PoolMemory.create(nbytes, "kvoffd-peers") if nbytes else None
         if self._landing is not None:
             self._landing.touch(1)
-        self.landing_address = self._landing.segment.address if self._landing is not None else 0
+        self.landing_address = self._landing.mapping.address if self._landing is not None else 0
         self._lock = threading.Lock()
         self._calls: dict[int, _Call] = {}
         self._reads: dict[int, int] = {}

@@ -65,10 +65,10 @@ class SlotChecksums:
 
     def unread_parts(self) -> deque[list[int]]:
         """Return the numbers of the slots without checksums, in parts of about READ_BYTES."""
-        parts, nbytes = deque[list[int]](), READ_BYTES
+        parts, nbytes = deque[list[int]](), 0
         for number, found in enumerate(self.sums):
             if not found:
-                if nbytes >= READ_BYTES:
+                if not parts or nbytes >= READ_BYTES:
                     parts.append([])
                     nbytes = 0
                 parts[-1].append(number)
@@ -88,12 +88,12 @@ class Transfer:
     Attributes:
         plan: returns the plan. Called once, in the copying thread, since thousands of pieces take milliseconds.
         deadline: on the engine's clock, in seconds; checked before the copy begins, and by ``tick``.
-        on_done: called exactly once, in any thread, with the transfer and its outcome, when nothing touches its memory
+        on_done: called exactly once, in any thread, with the transfer and how it ended, when nothing touches its memory
             and slots any more. It must be quick and must not raise.
         on_overdue: called at most once, by ``tick`` in its caller's thread, if the copy has not ended a while after the
             deadline. The copy may touch the memory until ``on_done``, if that is ever called.
         checksums: of its slots. A load's are compared before its first byte is copied.
-        ending: outcome that was decided before the copy ended.
+        ending: how it will end, if that was decided before the copy ended.
         stop: not 0 if the copy must return; C polls it.
         began_at, ended_at: start and end of the copy on the engine's clock, without its time in the queue; 0.0 before.
     """
@@ -114,9 +114,9 @@ class Transfer:
         """Duration of the copy in seconds; 0.0 until it has ended."""
         return self.ended_at - self.began_at if self.began_at and self.ended_at else 0.0
 
-    def must_end(self, outcome: CopyEnd) -> None:
-        """Make the copy return soon with this outcome, or an earlier call's. For any thread."""
-        self.ending = self.ending or outcome
+    def must_end(self, end: CopyEnd) -> None:
+        """Make the copy return soon, and end like this, or like an earlier call said. For any thread."""
+        self.ending = self.ending or end
         self.stop.value = 1
 
     def read_slots(self, checksums: SlotChecksums) -> None:
@@ -130,12 +130,14 @@ class Transfer:
 
 @dataclass(slots=True, eq=False)
 class _Reading:
-    """One store whose checksums several threads compute: parts not begun, and number of unfinished parts."""
+    """One store whose checksums several threads compute."""
 
     transfer: Transfer
     checksums: SlotChecksums
     parts: deque[list[int]]
-    open: int
+    """Parts that no thread has begun."""
+    unfinished: int
+    """Number of parts that have not ended."""
 
 
 class CopyWork:
@@ -173,11 +175,11 @@ def new_work() -> WorkOfBoth:
 
 
 class CopyQueue:
-    """The transfers of one direction, first in first out, and a thread for each of ``copies``.
+    """The transfers of one direction, first in first out, and a thread for each function of ``copies``.
 
-    These functions copy until all is copied or ``transfer.stop`` is set, and touch no memory after they return or
-    raise, which fails the transfer. They may fill in a store's checksums. ``readers`` more threads compute missing
-    ones, so that the copying thread continues with the next store.
+    Such a function copies until all is copied or ``transfer.stop`` is set, and touches no memory afterwards. If it
+    raises, the transfer fails. It may fill in a store's checksums. ``readers`` more threads compute missing ones, so
+    that the copying thread continues with the next store.
 
     The lock of ``_wake`` and ``_to_read`` guards all mutable state but ``work``. Each thread first calls ``on_start``.
     """
@@ -200,7 +202,7 @@ class CopyQueue:
         # With the ids of the threads that copy it or compute its checksums; empty while it waits for a reader.
         self._running: dict[Transfer, set[int]] = {}
         self._unread: deque[_Reading] = deque()
-        # Transfers that have not ended in time, and the time since which their threads sleep.
+        # Transfers that have not ended in time, and when their threads last ran or waited for a CPU.
         self._overdue: dict[Transfer, float] = {}
         self._stopped = False
         self._max_unread = MAX_UNREAD_STORES if readers else 0
@@ -244,9 +246,9 @@ class CopyQueue:
                 if now >= transfer.deadline + OVERDUE_GRACE_S:
                     if transfer not in self._overdue:
                         late.append(transfer)
-                    elif not all(map(_wants_cpu, threads)):
-                        continue
-                    self._overdue[transfer] = now
+                        self._overdue[transfer] = now
+                    elif all(map(_wants_cpu, threads)):  # also of no thread: it waits for a reader
+                        self._overdue[transfer] = now
         for transfer in waiting:
             self._end(transfer, CopyEnd.DEADLINE)
         for transfer in late:
@@ -309,22 +311,26 @@ class CopyQueue:
             except Exception:
                 _failed(transfer)
             self._work.add(busy_s=time.perf_counter() - started)
-            with self._wake:
-                # After ``stop``, when there are no readers, it must end.
-                if transfer.ending is not None or not storing or checksums is None or 0 not in checksums.sums:
-                    checksums = None
-                elif len(self._unread) < self._max_unread:
-                    self._running[transfer].clear()
-                    parts = checksums.unread_parts()
-                    self._unread.append(_Reading(transfer, checksums, parts, len(parts)))
-                    self._to_read.notify(len(parts))
+            if storing and checksums is not None and 0 in checksums.sums:
+                if self._leave_to_readers(transfer, checksums):
                     continue
-            if checksums is not None:
                 try:
                     self._read(partial(transfer.read_slots, checksums))
                 except Exception:
                     _failed(transfer)
-            self._came_back(transfer)
+            self._end_running(transfer)
+
+    def _leave_to_readers(self, transfer: Transfer, checksums: SlotChecksums) -> bool:
+        """Have the readers compute a store's missing checksums and end it; return False if they do not take it."""
+        with self._wake:
+            # ``stop``, after which there are no readers, has set ``ending`` under this lock.
+            if transfer.ending is not None or len(self._unread) >= self._max_unread:
+                return False
+            self._running[transfer].clear()
+            parts = checksums.unread_parts()
+            self._unread.append(_Reading(transfer, checksums, parts, len(parts)))
+            self._to_read.notify(len(parts))
+            return True
 
     def _read_all(self) -> None:
         self._on_start()
@@ -346,10 +352,10 @@ class CopyQueue:
                 _failed(transfer)
             with self._wake:
                 self._running[transfer].discard(thread_id)
-                reading.open -= 1
-                ended = not reading.open
+                reading.unfinished -= 1
+                ended = not reading.unfinished
             if ended:
-                self._came_back(transfer)
+                self._end_running(transfer)
 
     def _read(self, read: Callable[[], None]) -> None:
         began = time.thread_time()
@@ -358,7 +364,8 @@ class CopyQueue:
         finally:
             self._work.add(checksum_s=time.thread_time() - began)
 
-    def _came_back(self, transfer: Transfer) -> None:
+    def _end_running(self, transfer: Transfer) -> None:
+        """End a transfer that no thread touches any more."""
         with self._wake:
             del self._running[transfer]
             self._overdue.pop(transfer, None)
@@ -367,9 +374,9 @@ class CopyQueue:
         self._end(transfer, transfer.ending or CopyEnd.DONE)
 
     @staticmethod
-    def _end(transfer: Transfer, outcome: CopyEnd) -> None:
+    def _end(transfer: Transfer, end: CopyEnd) -> None:
         try:
-            transfer.on_done(transfer, outcome)
+            transfer.on_done(transfer, end)
         except Exception:
             _log.exception(RAISED)
 
@@ -465,9 +472,9 @@ def try_out(library: Native) -> None:
     pool = np.zeros(4096 + _STRIPE_BYTES, dtype=np.uint8)
     begin = -pool.ctypes.data % _STRIPE_BYTES
     cuts = np.array([0, 1, 65, 1089, 3000, 4096], dtype=np.uint64)
-    to, of = (cuts[:-1] + np.uint64(address) for address in (pool.ctypes.data + begin, source.ctypes.data))
+    to, from_ = (cuts[:-1] + np.uint64(address) for address in (pool.ctypes.data + begin, source.ctypes.data))
     found = SlotChecksums(lambda _: [], [(begin, 4096)], [0], pool_address=pool.ctypes.data)
-    plan = Plan(to, of, np.diff(cuts))
+    plan = Plan(to, from_, np.diff(cuts))
     host_copy(Transfer(Direction.STORE, lambda: plan, 0.0, lambda *_: None, None, found), library)
     if not np.array_equal(pool[begin : begin + 4096], source) or found.sums != [xxhash.xxh3_64_intdigest(source.data)]:
         raise NotCompiled("The daemon's copy loop was miscompiled; install kvoffd again with another C compiler.")

@@ -20,8 +20,8 @@
 enum { AHEAD = 1024 };
 /* Pages that are copied in turn. */
 enum { PAGES = 4, BLOCKS_PER_PAGE = 4, QUARTERS = 4 };
-/* Whether to use what is fastest on AMD Zen 3: AVX2, which makes checksums a tenth faster, and copies without checksums one
- * page at a time, a seventh faster, which are slower on Intel CPUs. */
+/* Whether to use what is fastest on AMD Zen 3, but slower on Intel CPUs: AVX2, which makes checksums a tenth faster, and one
+ * page at a time for copies without checksums, which makes those a seventh faster. */
 #if defined(ON_AMD) /* by a test */
 #define AVX2
 #elif defined(__x86_64__)
@@ -288,7 +288,7 @@ static void fill(struct filling *c, uint8_t *to, const uint8_t *from, uint64_t n
             head = nbytes;
         memcpy(to, from, head);
         to += head, from += head, nbytes -= head, c->filled += head;
-        if (c->filled % STRIPE == 0 && number < in_sums)
+        if (c->filled % STRIPE == 0 && number < in_sums) /* copied onto itself, to add it to the sums */
             copy_summed(to - STRIPE, to - STRIPE, 1, number, c->sums, from);
         number++;
     }
@@ -308,6 +308,7 @@ static uint64_t copy_into_slot(struct filling *c, uint8_t *to, const uint8_t *fr
 {
     uint64_t address = (uint64_t)to;
 
+    /* Go to the slot that holds the address: an address before a slot gives a large unsigned distance too. */
     while (c->at_slot < c->slots && address - c->slot[c->at_slot] >= c->slot_bytes[c->at_slot]) {
         c->at_slot++;
         begin_slot(c);

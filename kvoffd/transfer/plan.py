@@ -35,6 +35,8 @@ class Direction(Enum):
 
 
 class CopyEnd(Enum):
+    """End of a copy."""
+
     DONE = "done"  # all bytes were copied
     CANCELLED = "cancelled"  # it did not begin; nothing was written
     DEADLINE = "deadline"  # it was stopped at its deadline; the destination may be partly written
@@ -216,4 +218,5 @@ def plan_blocks(direction: Direction, copies: Sequence[BlockCopy]) -> Plan:
         )
     engine, pool, size = columns[:, : planned[0]]
     to, source = (engine, pool) if direction is Direction.LOAD else (pool, engine)
-    return Plan(to, source, size, *(copy.layout.allocations for copy in copies[:1]))
+    allocations = copies[0].layout.allocations if copies else np.empty(0, np.uint64)  # the same for all groups
+    return Plan(to, source, size, allocations)

@@ -19,13 +19,15 @@ def with_commit(release: str) -> str:
         return release
 
 
-def program(main: str, library: Path) -> list[str]:
-    """Return the command line of a program: the function ``main`` of the module of this name, in the directory
-    ``library``, where this process found it. The Debian package has its modules outside of Python's path."""
+def program(module: str, library: Path) -> list[str]:
+    """Return the command line that calls the function ``main`` of a module in the directory ``library``.
+
+    The directory is added to Python's path, on which the Debian package's modules are not.
+    """
     directory = str(library)
     code = (
         f"import sys; {directory!r} in sys.path or sys.path.insert(0, {directory!r}); "
-        f"from {main} import main; sys.exit(main())"
+        f"from {module} import main; sys.exit(main())"
     )
     # -P: modules of the working directory are not the program's.
     return [sys.executable, "-P", "-c", code]

@@ -285,7 +285,7 @@ class CudaError(Exception):
         self.message, self.call, self.status = message, call, status
 
 
-# The first members of ``struct gpu_copying`` in gpu_copy.c, and their driver calls.
+# Driver calls that ``struct gpu_copying`` of gpu_copy.c always has, by the names of its members.
 _COPY_CALLS = {
     "copy": "cuMemcpyAsync",
     "record": "cuEventRecord",

@@ -55,8 +55,10 @@ LOOP_BLOCKED_S = 0.05
 AT_QUOTA = 0.9
 SHORT_LIFE_S = 3600.0
 """A full disk that is overwritten in less time is too small."""
-LONG_ENOUGH_S, OVERSIZED, SPARE = 3600.0, 2.0, 1.25
-"""Least uptime for advice; a pool this many times the bytes asked for is too large; one of ``SPARE`` times suffices."""
+LONG_ENOUGH_S = 3600.0
+"""Least uptime for advice."""
+OVERSIZED, SPARE = 2.0, 1.25
+"""Sizes of a pool, in the bytes asked for: from the first on it is too large; the second is enough."""
 QUOTAS = (1 / 8, 1 / 4, 1 / 2)
 """Quotas that may help others, as parts of what a namespace has."""
 DAY_S = 86_400.0
@@ -217,7 +219,7 @@ class Facts:
 
     @property
     def counted(self) -> list[s.NamespaceStats]:
-        """Namespaces of engines, without benches and the row of all others."""
+        """Namespaces of engines, without those of benches."""
         return [one for one in self.stats.namespaces if not one.of_bench]
 
     @property
@@ -291,23 +293,28 @@ def connected_clients(facts: Facts) -> Iterator[Finding]:
     for one in engines:
         if one.problem:
             yield finding("engine_refused", f"{printable(one.name)} is not registered: {printable(one.problem)}", 1.0)
-    apart = {number for numbers in _apart_engines(engines).values() for number in numbers}
+    yield from _missing_workers(facts, engines)
+
+
+def _missing_workers(facts: Facts, sessions: Sequence[SessionInfo]) -> Iterator[Finding]:
+    """Find namespaces of which an engine has fewer workers than ranks; those of half an engine are ``halves_apart``."""
+    halves = {number for numbers in _half_engines(sessions).values() for number in numbers}
     for info in facts.known:
-        own = [one for one in engines if info.namespace in one.namespaces and one.session_id not in apart]
+        own = [one for one in sessions if info.namespace in one.namespaces and one.session_id not in halves]
         all_workers = sum(one.role == Role.WORKER for one in own)
-        if any(one.problem for one in own) or len(own) == all_workers:
-            continue  # it is refused, or has no scheduler
-        # Only a scheduler and workers of one name are known to be one engine.
-        of_engines = (row.workers for row in engines_of(own) if row.schedulers and row.workers)
-        if (workers := min(of_engines, default=all_workers)) >= info.world_size:
+        has_scheduler = len(own) > all_workers
+        if not has_scheduler or any(one.problem for one in own):
             continue
-        if min(one.age_seconds for one in own) > CONNECTING_S:
+        # Workers are those of one engine if they have their scheduler's name. Other engines may be several, or one.
+        of_engines = (row.workers for row in engines_of(own) if row.schedulers and row.workers)
+        workers = min(of_engines, default=all_workers)
+        if workers < info.world_size and min(one.age_seconds for one in own) > CONNECTING_S:
             name = namespace_name(info.label, info.namespace)
             evidence = f"{name}: {workers} of {info.world_size} workers of an engine are connected."
             yield finding("workers_missing", evidence, 1.0)
 
 
-def _apart_engines(sessions: Sequence[SessionInfo]) -> dict[str, list[int]]:
+def _half_engines(sessions: Sequence[SessionInfo]) -> dict[str, list[int]]:
     """Return vLLM's engines of which only the scheduler, or only workers, are connected, with their sessions' ids.
 
     Only of vLLM's is it known that both have one name.
@@ -327,7 +334,7 @@ def _apart_engines(sessions: Sequence[SessionInfo]) -> dict[str, list[int]]:
 
 def halves_apart(facts: Facts) -> Iterator[Finding]:
     engines = {one.session_id: one for one in facts.sessions or () if one.role in (Role.SCHEDULER, Role.WORKER)}
-    for name, own in _apart_engines([*engines.values()]).items():
+    for name, own in _half_engines([*engines.values()]).items():
         half = "its scheduler is" if engines[own[0]].role == Role.SCHEDULER else "workers are"
         yield finding("halves_apart", f"Of the engine {printable(name)} only {half} connected.", 1.0)
 
@@ -403,13 +410,14 @@ def disks(facts: Facts) -> Iterator[Finding]:
 
 
 def late_tiers(facts: Facts) -> Iterator[Finding]:
-    traffic, has_disks = facts.stats.since_start, bool(facts.stats.disks)
+    traffic = facts.stats.since_start
     late = traffic.misses.get("tier_late", 0)
     had = late + traffic.found_keys.get("disk", 0) + traffic.found_keys.get("shared", 0)
     if late >= MIN_ERRORS and late >= LATE_TIER_SHARE * had:
-        what = [*["disks"] * has_disks, *["shared stores"] * bool(facts.stats.shared)]
-        settings = [*["disk_deadline"] * has_disks, *["shared_deadline"] * bool(facts.stats.shared)]
-        evidence = f"{percent(late, had)} of the blocks found in {' and '.join(what) or 'tiers'} came too late."
+        tiers = [("disks", "disk_deadline")] if facts.stats.disks else []
+        tiers += [("shared stores", "shared_deadline")] if facts.stats.shared else []
+        names = " and ".join(name for name, _ in tiers) or "tiers"
+        evidence = f"{percent(late, had)} of the blocks found in {names} came too late."
         failed = [*(one.promotions_failed for one in facts.stats.shared)]
         failed += [facts.stats.tiers.promotions_failed] if facts.stats.tiers is not None else []
         by_deadline = sum(one.get(kind, 0) for one in failed for kind in ("deadline", "overdue"))
@@ -418,7 +426,7 @@ def late_tiers(facts: Facts) -> Iterator[Finding]:
             yield finding("tier_late", evidence, _share(late, had), "a larger pool_size, or a faster disk or store")
             return
         gain = _of_prompts(traffic, 100 * _share(late, traffic.asked_keys - traffic.not_needed_keys))
-        fixes = [f'{name} = "{2 * parse_duration(facts.setting(name)):g}s"' for name in settings]
+        fixes = [f'{setting} = "{2 * parse_duration(facts.setting(setting)):g}s"' for _, setting in tiers]
         yield finding("tier_late", evidence, _share(late, had), " or ".join(fixes) + _RESTART, gain=gain)
 
 
@@ -437,7 +445,7 @@ def tiers_down(facts: Facts) -> Iterator[Finding]:
 def disk_writes(facts: Facts) -> Iterator[Finding]:
     """Find at most one of: the disks are written for little benefit, or their write limit excludes what is read."""
     stats, tiers = facts.stats, facts.stats.tiers or s.TieringStats()
-    written, read = (sum(getattr(one, f"{verb}_bytes") for one in stats.disks) for verb in ("written", "read"))
+    written, read = sum(one.written_bytes for one in stats.disks), sum(one.read_bytes for one in stats.disks)
     day_bytes, size = written * DAY_S / max(1.0, stats.uptime_seconds), sum(one.size_bytes for one in stats.disks)
     if not written:
         return
@@ -473,7 +481,7 @@ def namespaces_apart(facts: Facts) -> Iterator[Finding]:
         used = [one for one in found if one.sessions]
         unused = [one for one in found if not one.sessions and one.ready_bytes]
         if len(used) > 1:
-            yield from _apart(used, {one.fingerprint: one.engines for one in facts.stats.namespaces})
+            yield from _not_shared(used, {one.fingerprint: one.engines for one in facts.stats.namespaces})
         if used and unused:
             yield _left_behind(unused, used[-1], facts.stats.pool.size_bytes)
 
@@ -482,7 +490,7 @@ def _model(info: NamespaceInfo) -> str:
     return str((fields_of_description(info.description) or {}).get("model") or info.label)
 
 
-def _apart(used: Sequence[NamespaceInfo], engines: Mapping[str, Sequence[str]]) -> Iterator[Finding]:
+def _not_shared(used: Sequence[NamespaceInfo], engines: Mapping[str, Sequence[str]]) -> Iterator[Finding]:
     one, other = used[:2]
     differences = explain(one.description, other.description)
     if [each.field for each in differences] == ["salt"]:
@@ -552,13 +560,13 @@ def pool_size(facts: Facts) -> Iterator[Finding]:
     # The smallest larger pool that finds nearly as much as the largest.
     larger = {float(size): 100 * ratio for size, ratio in curve.lru_hit_ratio.items() if float(size) > 1}
     size = min((size for size, ratio in larger.items() if max(larger.values()) - ratio < verdict.POINTS), default=1.0)
-    gain = larger.get(size, 0.0) - max(_found_percent(curve), _lru_percent(curve))
-    # Of what a larger pool would find besides, tiers have some now.
-    most, below = verdict.most_gain(stats.since_start), 100 * _share(_found_below(stats), _needed_keys(stats))
-    gain = min(gain * _share(most, most + below), most)
+    found_more = larger.get(size, 0.0) - max(_found_percent(curve), _lru_percent(curve))
+    # What a larger pool would find besides is missed now, or comes from tiers: only the missed part is a gain.
+    missed, in_tiers = verdict.most_gain(stats.since_start), 100 * _share(_found_in_tiers(stats), _needed_keys(stats))
+    gain = min(found_more * _share(missed, missed + in_tiers), missed)
     if stats.curve_seen_bytes >= pool_bytes and gain >= verdict.POINTS:
         if gain >= verdict.doubt_points(stats.since_start):  # else it is too early to advise
-            yield _too_small(stats, size, gain, f" {gone}." * (evicted >= verdict.POINTS / 100))
+            yield _too_small(stats, size, gain, f" {gone}." if evicted >= verdict.POINTS / 100 else "")
     elif evicted >= THRASH_SHARE:
         fix = 'eviction_policy = "learned"' + _RESTART
         if stats.policy == "learned":
@@ -576,10 +584,10 @@ def _too_small(stats: s.DaemonStats, size: float, points: float, gone: str) -> F
     total, pool_bytes, gain = stats.since_start, stats.pool.size_bytes, _of_prompts(stats.since_start, points)
     evidence = f"{_computed(stats)}; {_would_be(stats, points)} with a pool of {format_size(size * pool_bytes)}, not "
     evidence += f"{format_size(pool_bytes)} (estimated for lru, without quotas)."
-    evidence += " Blocks are evicted as with lru for now." * stats.learned.as_lru
+    evidence += " Blocks are evicted as with lru for now." if stats.learned.as_lru else ""
     evidence += gone + verdict.doubt(stats)
     if stats.disks or stats.shared:
-        evidence += f" Tiers had {percent(_found_below(stats), total.asked_keys)} of the keys asked for."
+        evidence += f" Tiers had {percent(_found_in_tiers(stats), total.asked_keys)} of the keys asked for."
     fix = f'pool_size = "{exact_size(round(size * pool_bytes))}"'
     fix += "" if stats.disks else f', or disk = ["/mnt/nvme={_whole_mib((size - 1) * pool_bytes)}"]'
     level = "warning" if gain >= MANY_POINTS else "info"
@@ -590,7 +598,7 @@ def _needed_keys(stats: s.DaemonStats) -> int:
     return stats.since_start.asked_keys - stats.since_start.not_needed_keys
 
 
-def _found_below(stats: s.DaemonStats) -> int:
+def _found_in_tiers(stats: s.DaemonStats) -> int:
     """Return the keys that came from tiers in time."""
     total = stats.since_start
     found = sum(keys for source, keys in total.found_keys.items() if source != "pool")
@@ -600,7 +608,7 @@ def _found_below(stats: s.DaemonStats) -> int:
 def _of_prompts(traffic: s.Window, points: float) -> float:
     """Return points of what engines lack in whole blocks as points of all tokens of prompts, if these are known."""
     total = traffic.all_prompt_tokens
-    return points * min(1.0, verdict.whole_tokens(traffic) / total) if total else points
+    return points * min(1.0, verdict.lacked_tokens(traffic) / total) if total else points
 
 
 def _computed(stats: s.DaemonStats) -> str:
@@ -711,7 +719,9 @@ def crowding(facts: Facts) -> Iterator[Finding]:
     most = verdict.most_gain(stats.since_start)
     best, quota, chosen = 0.0, 0.0, None
     for one in facts.counted:
-        for part in QUOTAS if one.lookups >= verdict.MIN_LOOKUPS and one.quota_bytes is None else ():
+        if one.lookups < verdict.MIN_LOOKUPS or one.quota_bytes is not None:
+            continue
+        for part in QUOTAS:
             points = min(most, _found_with_quota(facts, one, part * one.ready_bytes) - base)
             if points > best + verdict.POINTS or (points > best and one is not chosen):
                 best, quota, chosen = points, part * one.ready_bytes, one
@@ -736,7 +746,8 @@ def _found_with_quota(facts: Facts, limited: s.NamespaceStats, quota_bytes: floa
     for one in facts.counted:
         if one.curve is None:
             continue
-        # The namespaces share each size as they share the pool: the others, without what it would have more.
+        # Estimates are for multiples of the whole pool, of which each namespace has its part. The others' parts grow as
+        # if the pool grew by what the quota frees.
         size = quota_bytes / limited.ready_bytes if one is limited else pool_bytes / max(1.0, pool_bytes - freed)
         asked += one.curve.asked_tokens
         found += one.curve.asked_tokens * _lru_ratio(one.curve, size)

@@ -253,7 +253,7 @@ class PageRef(Wire, frozen=True):
 
 MAX_REPORTED = 1_000_000
 """Largest count in one message, so that sums of clients' claims stay finite."""
-MAX_PROBLEM = 512
+MAX_PROBLEM_CHARACTERS = 512
 """Characters of the sentence that says why an engine stores and loads nothing."""
 MIN_PER_SECOND, MAX_PER_SECOND = 1e-6, 1e12
 """Bounds of a speed that is not 0, so that results computed from it stay finite."""
@@ -390,7 +390,7 @@ class LookupReply(Reply, frozen=True):
     asking: Annotated[Count, doc("Number of shared keys for which the store has not answered yet.")] = 0
 
 
-MAX_HOST = 253
+MAX_HOST_CHARACTERS = 253
 """Characters of a host's name."""
 MAX_GIVER = 2**32 - 2
 """Largest number of an owner of hints."""
@@ -409,7 +409,9 @@ class Lookup(Request[LookupReply], frozen=True):
     groups: Annotated[list[GroupKeys], doc("Keys, root of the prefix first.", max_length=MAX_GROUPS)]
     again: Annotated[bool, doc("The prompt was looked up before: do not count it again.")] = False
     reported: Annotated[bool, doc("ReportPrompts follows for the prompt: count its keys then, not now.")] = False
-    peer: Annotated[str, doc("The only peer to ask for missing keys, by its host, if known.", max_length=MAX_HOST)] = ""
+    peer: Annotated[
+        str, doc("The only peer to ask for missing keys, by its host, if known.", max_length=MAX_HOST_CHARACTERS)
+    ] = ""
     giver: Giver = 0
 
 
@@ -426,8 +428,8 @@ class HintAction(StrEnum):
     RETAIN = "retain"
     """Evict them after others, for a time and within a limit. It also applies to those stored in the next minute."""
     RELEASE = "release"
-    """End what the same giver retained. Evict first what prompts of no other giver asked for, unless a lookup finds
-    it before."""
+    """End what the same giver retained. Evict blocks first that no other giver's prompts asked for, unless a lookup
+    finds them before."""
     PREFETCH = "prefetch"
     """Promote them from disks and stores."""
 
@@ -486,20 +488,20 @@ class ReportEngine(Request[Done], frozen=True):
     skipped_loads: Annotated[int, doc("Loads skipped because computing is faster.", ge=0, le=MAX_REPORTED)] = 0
     paused_stores: Annotated[int, doc("Stores skipped because it had waited too often.", ge=0, le=MAX_REPORTED)] = 0
     late_lookups: Annotated[int, doc("Lookups that it stopped waiting for.", ge=0, le=MAX_REPORTED)] = 0
-    problem: Annotated[str, doc("Why it stores and loads nothing; empty if it does.", max_length=MAX_PROBLEM)] = ""
+    problem: Annotated[
+        str, doc("Why it stores and loads nothing; empty if it does.", max_length=MAX_PROBLEM_CHARACTERS)
+    ] = ""
     unknown_hints: Annotated[int, doc("Hints that it did not know or could not read.", ge=0, le=MAX_REPORTED)] = 0
     late_age_s: Annotated[float, doc("Mean seconds since it stopped waiting for these.", ge=0, le=MAX_TIME_S)] = 0.0
 
 
 MAX_PROMPT_REPORTS = 256
 MAX_MARKS = 8
-
-
+MAX_HINTS_CHARACTERS = 256
+"""Characters of what a report says about hints."""
 MAX_PROMPT = 2**32
 """Limit of a prompt's tokens, keys and the like in a report: sums of these must stay numbers of 64 bits."""
 PromptCount: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_PROMPT)]
-MAX_HINTS = 256
-"""Characters of what a report says about hints."""
 
 
 class PromptReport(Wire, frozen=True):
@@ -531,7 +533,7 @@ class PromptReport(Wire, frozen=True):
     marks: Annotated[
         list[str], doc("Properties of the request that limit sharing: ``Mark``.", max_length=MAX_MARKS)
     ] = []
-    hints: Annotated[str, doc("Hints that it carried, and what became of them.", max_length=MAX_HINTS)] = ""
+    hints: Annotated[str, doc("Hints that it carried, and what became of them.", max_length=MAX_HINTS_CHARACTERS)] = ""
     coming_keys: Annotated[
         list[Count], doc("By group, keys ready or coming behind the covered ones, up to a gap.", max_length=MAX_GROUPS)
     ] = []

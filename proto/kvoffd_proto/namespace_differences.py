@@ -16,11 +16,16 @@ MAX_CHARACTERS = 60
 
 
 class _Field(NamedTuple):
-    """``cause``: the option that sets it. ``follows``: fields that explain a difference of this one."""
+    """A field in words.
+
+    Attributes:
+        cause: the option that sets it.
+        follows_from: fields of which any that differs explains a difference of this one.
+    """
 
     words: str
     cause: str = ""
-    follows: tuple[str, ...] = ()
+    follows_from: tuple[str, ...] = ()
 
 
 _MODEL = ("model", "revision", "weights", "dummy_weights")
@@ -126,7 +131,8 @@ def explain(one: str, other: str) -> list[Difference]:
     kv, weights = found.get("kv_cache_dtype"), found.get("weights_dtype")
     if kv and weights and [f"torch.{value}" for value in kv] == list(weights):
         del found["kv_cache_dtype"]  # --kv-cache-dtype auto
-    causes = [name for name in found if not set(FIELDS.get(name, _Field(name)).follows) & found.keys()] or list(found)
+    causes = [name for name in found if name not in FIELDS or not set(FIELDS[name].follows_from) & found.keys()]
+    causes = causes or list(found)
     order = list(FIELDS)
     causes.sort(key=lambda name: order.index(name) if name in FIELDS else len(order))
     return [_difference(name, *found[name]) for name in causes]

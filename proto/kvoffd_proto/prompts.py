@@ -58,9 +58,12 @@ def outcome_sentence(logged: LoggedPrompt) -> str:
     there = ", ".join(f"{format_count(count)} {place}" for place, count in places.items() if count)
     sentence += f" Of {format_count(report.keys)} key{plural(report.keys)} kvoffd had {there or 'none'}."
     if report.asked_shared > report.found_shared:
-        said = f"has {format_count(report.found_shared)}" if report.found_shared else "has none"
-        said = "did not answer" if report.reason == "tier_down" and not report.found_shared else said
-        said = "had not answered" if report.unanswered else said
+        if report.unanswered:
+            said = "had not answered"
+        elif report.found_shared:
+            said = f"has {format_count(report.found_shared)}"
+        else:
+            said = "did not answer" if report.reason == "tier_down" else "has none"
         sentence += f" A store was asked for {format_count(report.asked_shared)} and {said}."
     if report.missing_key:
         sentence += _first_missing(report, logged.tiers)
@@ -103,7 +106,7 @@ def _tokens_by_source(tokens: Mapping[str, int]) -> Iterator[str]:
 def _first_missing(report: PromptReport, tiers: Sequence[str]) -> str:
     """Return a sentence or two on why a request's first missing key was missing, because of these tiers."""
     name = ": ".join(filter(None, (reason_name(report.reason), ", ".join(map(printable, tiers)))))
-    number = f" number {format_count(report.missing_number)}," * bool(report.missing_number)
+    number = f" number {format_count(report.missing_number)}," if report.missing_number else ""
     which = "that neither had" if report.own_tokens else "missing"
     sentence = f" The first key {which},{number} {report.missing_key.hex()[:12]}: {_meaning(report)} ({name})."
     marks = [words for mark, words in MARKS.items() if mark in report.marks]

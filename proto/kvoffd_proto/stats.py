@@ -317,7 +317,7 @@ class PoolStats(Part, frozen=True):
     huge_page_bytes: Annotated[ByteCount, gauge("Bytes of the pool in huge pages when the daemon started.")] = 0
     page_slowdown: Annotated[
         float,
-        doc("Time to read the pool in that of reading memory in huge pages, measured then; 0 if it has these."),
+        doc("How many times as long reading the pool takes as reading huge pages, measured then; 0 if it has these."),
     ] = 0.0
 
     def of(self, state: str) -> int:

@@ -23,10 +23,10 @@ OWN_SHARE = 0.9
 FOR_SPACE = ("evicted", "rejected", "no_space")
 """Reasons of misses that more memory would end."""
 TOO_LATE = ("tier_late", "tier_failed", "not_loaded")
-"""Reasons of what only a tier had, and what did not come, or not in time."""
-BEHIND = ("after_gap", "forgotten", *TOO_LATE)
-"""Reasons that may stand for those: found after a missing block, evicted too long ago to be remembered, or only in a
-tier, of which a larger pool would have been sooner."""
+"""Reasons of misses of keys that only a tier had: they did not come in time, or at all."""
+PERHAPS_FOR_SPACE = ("after_gap", "forgotten", *TOO_LATE)
+"""Reasons of misses that more memory may end: the block before was missing, the key was evicted too long ago to be
+remembered, or a larger pool would have had it sooner than the tier."""
 
 
 class Verdict(NamedTuple):
@@ -84,11 +84,12 @@ def missed_for_space(traffic: Window) -> float:
 
 def most_gain(traffic: Window) -> float:
     """Return the most percentage points of needed keys that more memory could bring, by why they were missed."""
-    missed = sum(traffic.misses.get(reason, 0) for reason in FOR_SPACE + BEHIND)
+    missed = sum(traffic.misses.get(reason, 0) for reason in FOR_SPACE + PERHAPS_FOR_SPACE)
     return 100 * missed / max(1, traffic.asked_keys - traffic.not_needed_keys)
 
 
 def own_suffices(traffic: Window) -> bool:
+    """Return whether engines' own caches have nearly all."""
     own, every, _ = _in_own_caches(traffic)
     return own >= OWN_SHARE * every > 0
 
@@ -104,11 +105,11 @@ def needed_tokens(traffic: Window) -> int:
     """Return the tokens of prompts that engines neither had nor got elsewhere; in whole blocks if none is reported."""
     if total := traffic.all_prompt_tokens:
         return total - traffic.prompt_tokens.get("engine", 0) - traffic.prompt_tokens.get("other", 0)
-    return max(whole_tokens(traffic), traffic.loaded_tokens)
+    return max(lacked_tokens(traffic), traffic.loaded_tokens)
 
 
-def whole_tokens(traffic: Window) -> int:
-    """Return about the tokens in whole blocks that engines did not have."""
+def lacked_tokens(traffic: Window) -> int:
+    """Return about how many tokens, in whole blocks, engines did not have in their own caches."""
     return round(traffic.asked_tokens * (1 - traffic.not_needed_keys / max(1, traffic.asked_keys)))
 
 
@@ -118,6 +119,7 @@ def repeats(curve: HitCurve | None) -> bool:
 
 
 def most_of(curve: HitCurve | None) -> float:
+    """Return the hit ratio of lru in percent with the largest pool that is estimated."""
     return 100 * max(curve.lru_hit_ratio.values(), default=0.0) if curve is not None else 0.0
 
 
@@ -137,8 +139,8 @@ def _why_not(stats: DaemonStats) -> str:
     if not traffic.stored_blocks:
         return "engines stored nothing: their prompts are shorter than a block, or kv_role is kv_consumer."
     if not repeats(stats.curve):
-        what = f"{own}, and the rest does" if count else "prompts do"
-        return f"{what} not repeat: {most_of(stats.curve):.1f} % would be found with ten times the memory."
+        found = f"{most_of(stats.curve):.1f} % would be found with ten times the memory"
+        return f"{own}, and the rest does not repeat: {found}." if count else f"prompts do not repeat: {found}."
     reason, keys = max(traffic.misses.items(), key=lambda item: item[1], default=("", 0))
     if not reason:
         return "no key was missed."

@@ -103,8 +103,8 @@ def _agent(name: str) -> tuple[Any, int]:
     memory = PoolMemory.create(POOL_BYTES, "bench")
     memory.touch(1)
     agent = nixl_cu12.nixl_agent(name, nixl_cu12.nixl_agent_config(enable_prog_thread=False, backends=["UCX"]))
-    agent.register_memory([(memory.segment.address, POOL_BYTES, 0, "")], "DRAM")
-    return agent, memory.segment.address
+    agent.register_memory([(memory.mapping.address, POOL_BYTES, 0, "")], "DRAM")
+    return agent, memory.mapping.address
 
 
 def by_nixl(agent: Any, here: int, name: str, there: int, size: int) -> float:

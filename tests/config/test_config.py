@@ -103,7 +103,7 @@ def test_the_memory_that_is_needed_and_a_shortage_of_it_are_told_with_numbers() 
 def test_peers_are_nodes_networks_and_names_of_many() -> None:
     of = {text: parse_peer(text) for text in ("Node-b:7400", "[fd00::1]:1", "10.0.0.0/16:7400", "dns+engines.kv.:7400")}
     assert [one.is_one for one in of.values()] == [True, True, False, False]
-    assert of["dns+engines.kv.:7400"] == Peer("dns+engines.kv.:7400", "engines.kv.", 7400, is_list=True)
+    assert of["dns+engines.kv.:7400"] == Peer("dns+engines.kv.:7400", "engines.kv.", 7400, has_many=True)
     assert of["10.0.0.0/16:7400"].host == ip_network("10.0.0.0/16")
     assert peer_places(["a:1", "b:1"]) == ["a:1", "b:1"]
     for many in (["10.0.0.0/16:1"], ["dns+a:1"], ["dns+a:1", "10.0.0.0/16:1", "dns+b:1"]):

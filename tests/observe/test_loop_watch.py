@@ -196,7 +196,7 @@ def test_a_block_is_named_by_what_ran(
     own_time: OwnTime, caplog: pytest.LogCaptureFixture, seen: str, absent_s: float, used_s: float, named: str
 ) -> None:
     """Absent: for how long the sampling thread did not run."""
-    own_time.watch._seen = own_time.watch._due_at, seen, absent_s
+    own_time.watch._sample = loop_watch._Sample(own_time.watch._due_at, seen, absent_s)
     own_time.watch._wake_at = own_time.watch._due_at + 2.0
     own_time.process_s += used_s
     own_time.beat(late_s=2.0)

@@ -38,11 +38,11 @@ def test_nobody_can_change_the_size_of_the_memory(pool: PoolMemory) -> None:
 
 
 def test_touching_keeps_what_is_in_the_memory(pool: PoolMemory, monkeypatch: pytest.MonkeyPatch) -> None:
-    ctypes.memmove(pool.segment.address + 8192, b"kept", 4)
+    ctypes.memmove(pool.mapping.address + 8192, b"kept", 4)
     pool.touch(1, lambda _: None)
     monkeypatch.setattr(memory, "MADV_POPULATE_WRITE", 12345)  # as a kernel before 5.14 sees it: EINVAL
     pool.touch(1, lambda _: None)
-    assert ctypes.string_at(pool.segment.address + 8192, 4) == b"kept"
+    assert ctypes.string_at(pool.mapping.address + 8192, 4) == b"kept"
 
 
 def test_touching_stops_when_told_to(pool: PoolMemory) -> None:
@@ -73,6 +73,6 @@ def flags_of(address: int) -> list[str]:
 
 @pytest.mark.skipif(not SHMEM_ENABLED.exists(), reason="this kernel has no huge pages")
 def test_huge_pages_are_asked_for_with_the_first_touch(pool: PoolMemory) -> None:
-    assert "hg" not in flags_of(pool.segment.address), "a slot table is sparse, and never touched as a whole"
+    assert "hg" not in flags_of(pool.mapping.address), "a slot table is sparse, and never touched as a whole"
     pool.touch(1, lambda _: None)
-    assert "hg" in flags_of(pool.segment.address)
+    assert "hg" in flags_of(pool.mapping.address)

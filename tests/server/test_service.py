@@ -32,7 +32,7 @@ from kvoffd.server.lookups import Lookups
 from kvoffd.server.persistence import State
 from kvoffd.server.scrubber import Scrubber
 from kvoffd.server.session import ClientProcess, Session
-from kvoffd.server.sessions import credit_bytes, may_connect
+from kvoffd.server.sessions import credit_of_all_bytes, may_connect
 from kvoffd.server.tier_supervisor import TierSupervisor
 from kvoffd.system.mappings import HostMapping
 from kvoffd.transfer.engine import CopyEngine, EngineMemory, OnMapped, Transfer
@@ -532,7 +532,7 @@ def test_each_job_of_a_message_has_its_own_keys_and_blocks() -> None:
 def test_credit_is_an_eighth_of_the_pool_among_writers(bench: Bench) -> None:
     for pool_bytes, credit in ((1 << 20, 1 << 17), (8 << 30, 1 << 30), (64 << 30, 1 << 30)):
         cache: Any = SimpleNamespace(slots=SimpleNamespace(pool_bytes=pool_bytes))
-        assert credit_bytes(Config(), cache) == credit
+        assert credit_of_all_bytes(Config(), cache) == credit
     sessions, whole = bench.service.sessions, POOL_BYTES // 8
     bench.session(m.Role.SCHEDULER)
     bench.session(registers=False)
@@ -552,7 +552,7 @@ def test_descriptors_of_all_sessions_are_bounded(bench: Bench, monkeypatch: pyte
     for session in (first, second):
         with pytest.raises(KvoffdError, match="600 descriptors"):
             attach(session, 600)
-    del first.segments[0]
+    del first.attached[0]
     attach(second, 600)
     with pytest.raises(KvoffdError, match="600 descriptors"):
         attach(first, 601)

@@ -35,7 +35,7 @@ from kvoffd.server.sockets import Sockets
 from kvoffd.server.tier_supervisor import TierSupervisor
 from kvoffd.system import limits
 from kvoffd.system.directory import DaemonDirectory
-from kvoffd.system.systemd import Notifier
+from kvoffd.system.systemd import FdStore, Notifier
 from kvoffd.transfer.cuda.gpus import Gpus
 from kvoffd.transfer.engine import HostEngine
 from tests.kit.command import run_daemon_here
@@ -271,7 +271,7 @@ def test_memory_that_systemd_kept_is_free_before_new_is_made(monkeypatch: pytest
     make = PoolMemory.create
     monkeypatch.setattr(PoolMemory, "create", lambda *one: done.append("make") or make(*one))
     notifier: Any = SimpleNamespace(
-        keeps_fds=True,
+        fd_store=FdStore.YES,
         remove_fds=lambda name: done.append(f"remove {name}"),
         wait_until_handled=lambda timeout_s: done.append("wait") or timeout_s > 0,
         store_fd=lambda name, _: done.append(f"store {name}"),
@@ -284,12 +284,12 @@ def test_memory_that_systemd_kept_is_free_before_new_is_made(monkeypatch: pytest
     assert done == [*removed, "make", "make", "store kvoffd-pool", "store kvoffd-slot-table"]
 
 
-@pytest.mark.parametrize("keeps_fds", [True, False])
+@pytest.mark.parametrize("fd_store", [FdStore.YES, FdStore.NO])
 def test_reserved_huge_pages_are_not_looked_for_if_that_is_off(
-    keeps_fds: bool, monkeypatch: pytest.MonkeyPatch
+    fd_store: FdStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(backing, "fits_reserved", lambda *_: pytest.fail("it was"))
-    notifier: Any = SimpleNamespace(keeps_fds=keeps_fds, store_fd=lambda *_: None)
+    notifier: Any = SimpleNamespace(fd_store=fd_store, store_fd=lambda *_: None)
     progress = pool_opening.StartProgress(1 << 20, notifier)
     config = Config(pool_bytes=1 << 20, reserved_pages="off")
     pool_opening.open_pool(config, notifier, {}, lambda: False, progress).close()
@@ -338,7 +338,7 @@ def test_regular_work_that_fails_does_not_end_the_daemon(caplog: pytest.LogCaptu
 @pytest.mark.parametrize("works", [True, False])
 def test_the_watchdog_is_fed_after_a_turn_of_the_message_loop_that_worked(works: bool) -> None:
     daemon: Any = Daemon(Config())
-    daemon._service = MagicMock(**{"memory.stuck": False, "memory.gpus.lost": None, "scrubber.has_work": False})
+    daemon._service = MagicMock(**{"memory.copy_hangs": False, "memory.gpus.lost": None, "scrubber.has_work": False})
     daemon._lifelines = daemon._policy_file = daemon._notifier = MagicMock()
     daemon._directory = MagicMock(**{"lost_sockets.return_value": ""})
     daemon._sockets = MagicMock(**{"serve.side_effect": lambda: daemon._stop.set() or works})

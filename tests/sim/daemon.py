@@ -305,7 +305,7 @@ class SimDaemon:
         """What a refused request must leave as it is."""
         service = self.service
         sessions = [
-            (one.id, set(one.segments), set(one.registrations), set(one.namespaces)) for one in service.sessions
+            (one.id, set(one.attached), set(one.registrations), set(one.namespaces)) for one in service.sessions
         ]
         return service.cache.life.usage, len(service.cache.leases.by_id), service.jobs.unfinished, sessions
 
@@ -379,9 +379,9 @@ class SimDaemon:
         finally:
             self._in_queue = False
 
-    def _finished(self, job: StoreBatch | LoadJob, outcome: CopyEnd, *, hangs: bool = False) -> None:
-        if hangs or not self._in_queue:  # or it had nothing to copy and ends while it is accepted
-            self._job_finished(job, outcome, hangs=hangs)
+    def _finished(self, job: StoreBatch | LoadJob, outcome: CopyEnd) -> None:
+        if not self._in_queue:  # it had nothing to copy and ends while it is accepted
+            self._job_finished(job, outcome)
             return
         stream = cast(Lifeline, job.session.lifeline)
         held = stream.server_open and (stream.client_open or stream.to_daemon.under_way > 1)
@@ -407,7 +407,7 @@ class SimDaemon:
             self.tiers.check_followed()
             for source in self.tiers.tiering.sources:
                 self.promotions.check_given_up(source)
-        if self.service.memory.stuck:
+        if self.service.memory.copy_hangs:
             self.clock.note("daemon ends itself: a copy hangs")
             self.world.faults.counts["ended_itself"] += 1
             self.die()
@@ -444,7 +444,7 @@ class SimDaemon:
     def check_all(self) -> None:
         self.audit.check_cache()
         self.audit.check_events(self.tiers)
-        in_use = {segment for session in self.service.sessions for segment in session.segments.values()}
+        in_use = {segment for session in self.service.sessions for segment in session.attached.values()}
         if len(in_use) > len(self.service.sessions) * self.config.limits.max_segments:
             raise Broken("more descriptors than segments are allowed")
 
@@ -502,7 +502,7 @@ class SimDaemon:
         for stream in self._streams:
             stream.close()
         for session in self.service.sessions:
-            for fd in session.segments.values():
+            for fd in session.attached.values():
                 session.lifeline.close_descriptor(fd)
         self._verify_table()
         self.pool.verify_ready()

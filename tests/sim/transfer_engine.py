@@ -168,7 +168,7 @@ class SimQueue(CopyQueue):
                 return
         self._copying = False
         if transfer.ending is not None or not storing or checksums is None:
-            self._came_back(transfer)
+            self._end_running(transfer)
         elif self._rng.random() < 0.5:
             self._finish_sums(transfer, checksums)
         else:
@@ -179,7 +179,7 @@ class SimQueue(CopyQueue):
 
     def _finish_sums(self, transfer: Transfer, checksums: SlotChecksums) -> None:
         transfer.read_slots(checksums)
-        self._came_back(transfer)
+        self._end_running(transfer)
 
     def _move(self, copy: _Copy, until: int) -> None:
         """Copy up to byte ``until`` of the plan."""

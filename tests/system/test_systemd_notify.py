@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from kvoffd.system.systemd import Notifier
+from kvoffd.system.systemd import FdStore, Notifier
 from tests.kit.open_files import open_files
 
 DEADLINE_S = 10.0
@@ -153,16 +153,16 @@ def test_abstract_sockets_are_reached() -> None:
 @pytest.mark.parametrize(
     ("environ", "keeps"),
     [
-        ({}, False),
-        ({"FDSTORE": "8"}, False),
-        ({"NOTIFY_SOCKET": "/run/systemd/notify"}, None),
-        ({"NOTIFY_SOCKET": "/run/user/1000/systemd/notify"}, None),
-        ({"NOTIFY_SOCKET": "/run/systemd/notify", "FDSTORE": "8"}, True),
-        ({"NOTIFY_SOCKET": "/run/systemd/notify", "FDSTORE": "0"}, False),
-        ({"NOTIFY_SOCKET": "/run/crun/notify"}, False),
+        ({}, FdStore.NO),
+        ({"FDSTORE": "8"}, FdStore.NO),
+        ({"NOTIFY_SOCKET": "/run/systemd/notify"}, FdStore.MAYBE),
+        ({"NOTIFY_SOCKET": "/run/user/1000/systemd/notify"}, FdStore.MAYBE),
+        ({"NOTIFY_SOCKET": "/run/systemd/notify", "FDSTORE": "8"}, FdStore.YES),
+        ({"NOTIFY_SOCKET": "/run/systemd/notify", "FDSTORE": "0"}, FdStore.NO),
+        ({"NOTIFY_SOCKET": "/run/crun/notify"}, FdStore.NO),
     ],
 )
-def test_whether_descriptors_are_kept(environ: dict[str, str], keeps: bool | None) -> None:
+def test_whether_descriptors_are_kept(environ: dict[str, str], keeps: FdStore) -> None:
     notifier = Notifier(environ)
-    assert notifier.keeps_fds is keeps
+    assert notifier.fd_store is keeps
     notifier.close()

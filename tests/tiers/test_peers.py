@@ -498,7 +498,7 @@ def test_whole_shards_have_their_checksums_though_a_part_of_another_comes_before
     source = data.integers(0, 256, sum(sizes), np.uint8).tobytes()
     landing = PoolMemory.create(SLICES * SLICE_BYTES, "landing")
     pieces = [peers._Piece(sum(sizes[:n]), view) for n, view in enumerate(views)]
-    helper, begun = Mock(landing_address=landing.segment.address, life=0), count()
+    helper, begun = Mock(landing_address=landing.mapping.address, life=0), count()
 
     def begin(kind: int, peer: int, places: bytes) -> Mock:
         number = next(begun)

@@ -16,7 +16,7 @@ from msgspec import Meta, Struct
 from vllm.v1.kv_offload.base import Locality, Medium, ReqContext
 
 from kvoffd_client.vllm.log import logger
-from kvoffd_proto.messages import MAX_GIVER, MAX_HOST, MAX_PRIORITY, MAX_TTL_S, PENDING, SHARED, HintAction
+from kvoffd_proto.messages import MAX_GIVER, MAX_HOST_CHARACTERS, MAX_PRIORITY, MAX_TTL_S, PENDING, SHARED, HintAction
 
 HintsOption: TypeAlias = Literal["off", "no_release", "all"]
 FIELD = "kv_hints"
@@ -88,11 +88,11 @@ class _Retain(_Payload, kw_only=True):
 
 
 class _Source(Struct):
-    remote_host: Annotated[str, Meta(max_length=MAX_HOST)]
+    remote_host: Annotated[str, Meta(max_length=MAX_HOST_CHARACTERS)]
 
 
 class _Fetch(Struct):
-    source_control_endpoint: Annotated[str, Meta(max_length=MAX_HOST)]
+    source_control_endpoint: Annotated[str, Meta(max_length=MAX_HOST_CHARACTERS)]
 
 
 _logged: set[str] = set()
@@ -196,7 +196,7 @@ def _convert(value: object, to: type[_ReadT]) -> _ReadT:
 def _host_of(endpoint: str) -> str:
     """Return the host of a URL; empty if it has none. Raises ValueError."""
     host = urlsplit(_sendable(endpoint)).hostname or ""
-    if len(host) > MAX_HOST:  # small letters may be longer
+    if len(host) > MAX_HOST_CHARACTERS:  # small letters may be longer
         raise ValueError("its host is too long")
     return host
 

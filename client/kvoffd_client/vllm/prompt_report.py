@@ -14,7 +14,7 @@ from kvoffd_client.vllm.promoted_blocks import ASKED, LACKED, PromotedBlocks
 from kvoffd_client.vllm.request_state import PromptWait, RequestState
 from kvoffd_proto.messages import (
     COMING,
-    MAX_HINTS,
+    MAX_HINTS_CHARACTERS,
     PENDING,
     READY,
     SHARED,
@@ -120,7 +120,7 @@ def report_of(
         asked_shared=found.asked_shared,
         unanswered=found.unanswered,
         marks=_marks_of(request) + [Mark.KV_LOAD_TIERS.value] * (reason == EXCLUDED),
-        hints="; ".join(f"{name} {what}" for name, what in state.hint_notes.items())[:MAX_HINTS],
+        hints="; ".join(f"{name} {what}" for name, what in state.hint_notes.items())[:MAX_HINTS_CHARACTERS],
         coming_keys=_coming(last, leading.covered) if missing else [],
     )
 

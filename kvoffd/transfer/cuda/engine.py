@@ -86,8 +86,8 @@ class GpuCopier:
     """
 
     def __init__(self, driver: Cuda, direction: Direction, pinned: PinnedChunks, name: str, work: CopyWork) -> None:
-        self._driver, self._pinned, self._name = driver, pinned, name  # C reads the pinned chunks' flags
-        self._work = work
+        self._driver, self._name, self._work = driver, name, work
+        self._pinned = pinned  # keeps the flags, of which C has the address
         self._context = driver.current_context()
         self._batch = np.empty((3, STEP_PIECES), dtype=np.uint64)
         to, of, sizes = (column.ctypes.data for column in self._batch)

@@ -17,7 +17,7 @@ from kvoffd.errors import KvoffdError, refusal_of
 from kvoffd.system.numa import locality_of
 from kvoffd.system.threads import TaskThread
 from kvoffd.transfer.cuda.engine import GpuEngine
-from kvoffd.transfer.cuda.mappings import GpuMapping, HandleCache, IpcExport, VmmExport
+from kvoffd.transfer.cuda.mappings import GpuMapping, IpcExport, OpenHandles, VmmExport
 from kvoffd.transfer.cuda.pinning import PinnedPool, PinProgress
 from kvoffd.transfer.engine import EngineMemory, OnMapped, WorkOfBoth
 from kvoffd_proto.cuda import Cuda, CudaError
@@ -101,7 +101,7 @@ class Gpu:
         self._pool, self._work = pool, work
         self._clock = clock
         self._control = TaskThread(f"kvoffd-gpu-{device.ordinal}", clock)
-        self._handles = HandleCache(pool.driver, device.ordinal)
+        self._handles = OpenHandles(pool.driver, device.ordinal)
         self._registrations = 0
         # Written by the control thread, read by others.
         self.engine: GpuEngine | None = None
@@ -208,7 +208,9 @@ class Gpus:
         """Number of GPUs that take the host's memory, once they were looked for."""
         self._finder: TaskThread | None = None
         self._missing = ""
+        """Sentence why there is no driver."""
         self._refusal = ""
+        """The last refusal that was logged."""
         self._pool: PinnedPool | None = None
         try:
             driver = Cuda(library)

@@ -71,8 +71,8 @@ class GpuMapping:
         self._undo.close()
 
 
-class HandleCache:
-    """Maps handles on one device, each once.
+class OpenHandles:
+    """Maps the memory that engines export, on one device, each IPC handle once at a time.
 
     The driver maps a handle once and returns the same address when it is opened again. Memory that is freed and
     allocated again can get the same handle, so an open handle may be of the wrong memory. Therefore a second

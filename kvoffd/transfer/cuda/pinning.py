@@ -59,8 +59,8 @@ class PinnedPool:
         """GPU in whose context the thread must pin next, if any."""
         self._unpin_at = _NEVER
         """Time to unpin (``time.monotonic``)."""
-        self._unpinning = True
-        """Whether nothing counts as pinned; the thread may still be unpinning."""
+        self._keeps_pinned = False
+        """Whether the thread pins chunks, or keeps them pinned; False from when it must unpin them."""
         self._closed = False
         self._pinned_bytes = self._refused_bytes = self._gpu_bytes = 0
 
@@ -68,7 +68,7 @@ class PinnedPool:
         """Start to pin the pool unless it is pinned."""
         with self._change:
             self._unpin_at = _NEVER
-            if self._unpinning and self._device is None:
+            if not self._keeps_pinned and self._device is None:
                 self._device = device
                 if self._thread is None:
                     self._thread = threading.Thread(target=self._run, name="kvoffd-pin", daemon=True)
@@ -103,8 +103,8 @@ class PinnedPool:
     def progress(self) -> PinProgress:
         """Current progress. After the last release it shows the pinned bytes until all are unpinned."""
         with self._change:
-            pinned, refused = self._pinned_bytes, 0 if self._unpinning else self._refused_bytes
-            if self._users and self._unpinning:
+            pinned, refused = self._pinned_bytes, self._refused_bytes if self._keeps_pinned else 0
+            if self._users and not self._keeps_pinned:
                 pinned = 0  # still pinned for earlier GPUs, not for this one
             gpu_bytes = self._gpu_bytes if pinned else 0
         return PinProgress(min(pinned, self._size_bytes), min(refused, self._size_bytes), gpu_bytes)
@@ -129,7 +129,7 @@ class PinnedPool:
 
     def _unpin_if_due(self) -> None:
         if time.monotonic() >= self._unpin_at:
-            self._unpinning, self._device = True, None
+            self._keeps_pinned, self._device = False, None
             self.chunks.flags[:] = False
 
     # --- in the thread ----------------------------------------------------------------------------
@@ -141,7 +141,7 @@ class PinnedPool:
                 device, self._device = self._device, None
                 if device is None:
                     return
-                self._unpinning = False
+                self._keeps_pinned = True
                 self._pinned_bytes = self._refused_bytes = self._gpu_bytes = 0
             try:
                 with self.driver.context(device):
@@ -174,7 +174,7 @@ class PinnedPool:
         """Pin all chunks; return the addresses of those that are pinned."""
         started, registered = time.monotonic(), list[int]()
         for index, (begin, end) in enumerate(self._chunks):
-            if self._unpinning:
+            if not self._keeps_pinned:
                 return registered
             try:
                 self.driver.register_host(begin, end - begin)
@@ -187,7 +187,7 @@ class PinnedPool:
             with self._change:
                 self._pinned_bytes += end - begin
                 self._unpin_if_due()
-                self.chunks.flags[index] = not self._unpinning
+                self.chunks.flags[index] = self._keeps_pinned
         _log.info(
             "%s of the pool are pinned after %.1f s.", format_size(self._pinned_bytes), time.monotonic() - started
         )
@@ -195,7 +195,7 @@ class PinnedPool:
 
     def _wait_for_unpin(self) -> None:
         with self._change:
-            while not self._unpinning:
+            while self._keeps_pinned:
                 left_s = self._unpin_at - time.monotonic()
                 self._change.wait(None if left_s == _NEVER else max(0.0, left_s))
                 self._unpin_if_due()

@@ -44,10 +44,10 @@ class Machine:
         self.driver = stub.driver()
         self.memory = PoolMemory.create(POOL, "test")
         self.pool = np.ctypeslib.as_array(
-            (np.ctypeslib.ctypes.c_uint8 * POOL).from_address(self.memory.segment.address)
+            (np.ctypeslib.ctypes.c_uint8 * POOL).from_address(self.memory.mapping.address)
         )
-        self.pins = PinnedPool(self.driver, self.memory.segment.address, POOL, STEP_BYTES)
-        self.first_chunk = -self.memory.segment.address % STEP_BYTES
+        self.pins = PinnedPool(self.driver, self.memory.mapping.address, POOL, STEP_BYTES)
+        self.first_chunk = -self.memory.mapping.address % STEP_BYTES
         """Where the pool's first whole chunk begins."""
         self.gpu = stub.allocate(POOL)
         self.work = new_work()
@@ -92,7 +92,7 @@ class Job:
         begin = machine.first_chunk + 24
         offsets = [np.concatenate(([begin], begin + end[:-1])).astype(np.uint64) for end in ends]
         assert int(max(offset[-1] for offset in offsets)) + sizes[-1] <= POOL
-        views, bases = [machine.pool, machine.gpu.view], [machine.memory.segment.address, machine.gpu.address]
+        views, bases = [machine.pool, machine.gpu.view], [machine.memory.mapping.address, machine.gpu.address]
         if direction is Direction.LOAD:
             offsets, views, bases = offsets[::-1], views[::-1], bases[::-1]
         columns = [offset + np.uint64(base) for offset, base in zip(offsets, bases, strict=True)]

@@ -36,7 +36,7 @@ class Engines:
         self.now = 0.0
         self.pool = PoolMemory.create(POOL, "test")
         self.work = new_work()
-        self.gpus = Gpus(self.pool.segment.address, POOL, self.work, lambda: self.now, self.stub.path)
+        self.gpus = Gpus(self.pool.mapping.address, POOL, self.work, lambda: self.now, self.stub.path)
 
     def export(self) -> IpcExport:
         return IpcExport(self.exporter.allocate(SIZE).handle, SIZE)
@@ -92,7 +92,7 @@ def store(memory: EngineMemory, engines: Engines, deadline: float = float("inf")
     """Copies the first page of the memory to the pool; the outcomes, and how often it was overdue."""
     outcomes: list[CopyEnd] = []
     overdue: list[int] = []
-    columns = [np.array([value], dtype=np.uint64) for value in (engines.pool.segment.address, memory.spans[0][0], 4096)]
+    columns = [np.array([value], dtype=np.uint64) for value in (engines.pool.mapping.address, memory.spans[0][0], 4096)]
     memory.engine.queues[Direction.STORE].submit(
         Transfer(
             Direction.STORE,

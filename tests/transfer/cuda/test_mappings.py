@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from kvoffd.errors import KvoffdError, OutOfBounds
-from kvoffd.transfer.cuda.mappings import HandleCache, IpcExport, UnmappableHandle, VmmExport
+from kvoffd.transfer.cuda.mappings import IpcExport, OpenHandles, UnmappableHandle, VmmExport
 from kvoffd_proto.cuda import CudaError
 from kvoffd_proto.errors import ErrorCode
 from tests.kit.cases import case
@@ -21,10 +21,10 @@ CHUNK = 2 << 20
 
 
 @pytest.fixture
-def handles(stub: StubCuda) -> HandleCache:
+def handles(stub: StubCuda) -> OpenHandles:
     stub.set("same_pid_allowed", 1)
     stub.start()
-    return HandleCache(stub.driver(), 0)
+    return OpenHandles(stub.driver(), 0)
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def chunks() -> Iterator[list[int]]:
         os.close(fd)
 
 
-def test_a_handle_is_of_one_registration(stub: StubCuda, handles: HandleCache) -> None:
+def test_a_handle_is_of_one_registration(stub: StubCuda, handles: OpenHandles) -> None:
     """Memory that was freed and allocated again may have the same handle; the driver would give out the old mapping."""
     buffer = stub.allocate(SIZE)
     (old,) = handles.open([IpcExport(buffer.handle, SIZE)])
@@ -52,7 +52,7 @@ def test_a_handle_is_of_one_registration(stub: StubCuda, handles: HandleCache) -
     new.close()
 
 
-def test_a_handle_that_did_not_close_is_never_new_memory(stub: StubCuda, handles: HandleCache) -> None:
+def test_a_handle_that_did_not_close_is_never_new_memory(stub: StubCuda, handles: OpenHandles) -> None:
     """It is closed before it is opened again; while that fails too it is refused."""
     buffer = stub.allocate(SIZE)
     (old,) = handles.open([IpcExport(buffer.handle, SIZE)])
@@ -70,7 +70,7 @@ def test_a_handle_that_did_not_close_is_never_new_memory(stub: StubCuda, handles
     assert (stub.ranges(Ranges.IPC), handles._open) == (0, {})
 
 
-def test_the_same_pid_at_both_ends_has_its_reason(stub: StubCuda, handles: HandleCache) -> None:
+def test_the_same_pid_at_both_ends_has_its_reason(stub: StubCuda, handles: OpenHandles) -> None:
     stub.set("same_pid_allowed", 0)
     buffer = stub.allocate(SIZE)
     with pytest.raises(UnmappableHandle, match=rf"same process id \({os.getpid()}\).*under an init or with hostPID"):
@@ -78,7 +78,7 @@ def test_the_same_pid_at_both_ends_has_its_reason(stub: StubCuda, handles: Handl
 
 
 def test_another_users_memory_has_its_reason(
-    stub: StubCuda, handles: HandleCache, monkeypatch: pytest.MonkeyPatch
+    stub: StubCuda, handles: OpenHandles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     buffer, user = stub.allocate(SIZE), os.geteuid()
     monkeypatch.setattr(os, "geteuid", lambda: user + 1)
@@ -94,7 +94,7 @@ def test_another_users_memory_has_its_reason(
     assert "user" not in caught.value.message
 
 
-def test_a_low_limit_of_descriptors_has_its_reason(stub: StubCuda, handles: HandleCache, chunks: list[int]) -> None:
+def test_a_low_limit_of_descriptors_has_its_reason(stub: StubCuda, handles: OpenHandles, chunks: list[int]) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = os.dup(0)  # the lowest that is free
     os.close(limit)
@@ -109,7 +109,7 @@ def test_a_low_limit_of_descriptors_has_its_reason(stub: StubCuda, handles: Hand
 
 
 @pytest.mark.parametrize("known", [0, 1], ids=["by its attributes", "by its range"])
-def test_the_size_of_mapped_memory_is_the_drivers_word(stub: StubCuda, handles: HandleCache, known: int) -> None:
+def test_the_size_of_mapped_memory_is_the_drivers_word(stub: StubCuda, handles: OpenHandles, known: int) -> None:
     """cuMemGetAddressRange is promised for the process's own allocations only."""
     stub.set("import_ranges", known)
     buffer = stub.allocate(SIZE)
@@ -121,7 +121,7 @@ def test_the_size_of_mapped_memory_is_the_drivers_word(stub: StubCuda, handles: 
     assert (stub.ranges(Ranges.IPC), handles._open) == (0, {})
 
 
-def test_refusals_of_the_driver_are_explained_and_leave_nothing(stub: StubCuda, handles: HandleCache) -> None:
+def test_refusals_of_the_driver_are_explained_and_leave_nothing(stub: StubCuda, handles: OpenHandles) -> None:
     buffers = [stub.allocate(SIZE) for _ in range(3)]
     for status, said in ((217, "cannot access"), (400, "stale"), (205, "split GPUs"), (801, "sandboxes"), (999, "log")):
         stub.fail("cuIpcOpenMemHandle_v2", 3, status)
@@ -130,7 +130,7 @@ def test_refusals_of_the_driver_are_explained_and_leave_nothing(stub: StubCuda, 
         assert (stub.ranges(Ranges.IPC), handles._open) == (0, {})
 
 
-def test_chunks_lie_one_after_the_other(stub: StubCuda, handles: HandleCache, chunks: list[int]) -> None:
+def test_chunks_lie_one_after_the_other(stub: StubCuda, handles: OpenHandles, chunks: list[int]) -> None:
     before = open_files()
     (segment,) = handles.open([VmmExport(chunks, [CHUNK] * 3)])
     view = DeviceBuffer(segment.address, 3 * CHUNK).view
@@ -142,7 +142,7 @@ def test_chunks_lie_one_after_the_other(stub: StubCuda, handles: HandleCache, ch
     assert open_files() <= before
 
 
-def test_an_import_that_fails_leaves_nothing_behind(stub: StubCuda, handles: HandleCache, chunks: list[int]) -> None:
+def test_an_import_that_fails_leaves_nothing_behind(stub: StubCuda, handles: OpenHandles, chunks: list[int]) -> None:
     for call, nth in (
         ("cuMemAddressReserve", 1),
         ("cuMemImportFromShareableHandle", 1),
@@ -163,7 +163,7 @@ def test_an_import_that_fails_leaves_nothing_behind(stub: StubCuda, handles: Han
             handles.open([VmmExport(chunks, sizes)])
 
 
-def test_a_part_that_stays_mapped_keeps_no_other(stub: StubCuda, handles: HandleCache, chunks: list[int]) -> None:
+def test_a_part_that_stays_mapped_keeps_no_other(stub: StubCuda, handles: OpenHandles, chunks: list[int]) -> None:
     (segment,) = handles.open([VmmExport(chunks, [CHUNK] * 3)])
     stub.fail("cuMemUnmap", 1, 999)
     with pytest.raises(CudaError):

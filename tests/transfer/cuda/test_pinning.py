@@ -25,7 +25,7 @@ def make_pool(stub: StubCuda) -> Iterator[Callable[[float], PinnedPool]]:
     driver.init()
 
     def make(linger_s: float) -> PinnedPool:
-        pools.append(PinnedPool(driver, memory.segment.address, POOL, CHUNK, linger_s))
+        pools.append(PinnedPool(driver, memory.mapping.address, POOL, CHUNK, linger_s))
         return pools[0]
 
     yield make
