@@ -191,7 +191,7 @@ class Tiering:
         for source in self.sources:
             # Other nodes use a store's blocks; bytes that are wrong here are not wrong there.
             if not source.shared or why is not MissReason.CORRUPT:
-                source.tier.remove(block_group, single_keys, why.name.lower())
+                source.tier.remove(block_group, single_keys, for_all_nodes=why is MissReason.PARTIAL)
 
     def cancel_promotions(self, namespace: Namespace) -> None:
         for keys in list(self._coming.values()):

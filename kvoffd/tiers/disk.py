@@ -243,7 +243,7 @@ class DiskTier(Tier):
         tag = known.group.tag
         if (before := self._map.readable_by_tag.get(tag)) is not None:
             written = [key for other, key in self._writing if other == tag]
-            self.remove(before.group, [*self._map.keys_of(before), *written], "")
+            self.remove(before.group, [*self._map.keys_of(before), *written])
             del self._map.by_number[before.number]
         self._map.last_number = known.number
         self._map.readable_by_tag[tag] = self._map.by_number[known.number] = known
@@ -337,7 +337,7 @@ class DiskTier(Tier):
 
     # --- removing --------------------------------------------------------------------------------
 
-    def remove(self, group: BlockGroup, keys: Sequence[bytes], why: str) -> None:
+    def remove(self, group: BlockGroup, keys: Sequence[bytes], *, for_all_nodes: bool = False) -> None:
         self._clear_to_overwrite()
         # Of whatever geometry: after a restart no rank may have registered yet.
         known = self._map.readable_by_tag.get(group.tag)

@@ -77,8 +77,6 @@ POLLED_AT_ONCE = 1024
 MAX_OBJECT_BYTES = 500 * 2**20
 """Limit of a block: Redis accepts values of 512 MiB."""
 READERS = 2
-PARTIAL = "partial"
-"""Reason for which blocks are removed for all nodes: this node has more of them. Otherwise only it drops them."""
 
 HANGS_S = 0.5
 """Time after its deadline by which an ask must have begun."""
@@ -247,9 +245,9 @@ class SharedTier(Tier):
         self._writing.put(write)
         return True
 
-    def remove(self, group: BlockGroup, keys: Sequence[bytes], why: str) -> None:
+    def remove(self, group: BlockGroup, keys: Sequence[bytes], *, for_all_nodes: bool = False) -> None:
         self._answers.hide(group.tag, keys, HIDDEN_S)
-        if why == PARTIAL:
+        if for_all_nodes:
             self._remove_objects(group, keys)
 
     def _remove_objects(self, group: BlockGroup, keys: Sequence[bytes]) -> None:

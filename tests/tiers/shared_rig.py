@@ -133,7 +133,7 @@ class SharedRig:
 
     def remove(self, block: Block) -> None:
         """For all nodes."""
-        self.tier.remove(block.group, [block.key], "partial")
+        self.tier.remove(block.group, [block.key], for_all_nodes=True)
 
     def raise_generation(self, fingerprint: bytes) -> Raise:
         """Make all of a namespace void for all nodes; ended, with what went wrong."""

@@ -271,7 +271,7 @@ def test_keys_of_several_lengths_are_found_and_removed() -> None:
     rig.restart()
     asked = [*keys, bytes(32)]
     assert list(rig.tier.find(GROUP, asked, prefix=False).states) == [1, 1, 1, 1, 0]
-    rig.tier.remove(GROUP, keys[1:], "invalidated")
+    rig.tier.remove(GROUP, keys[1:])
     assert list(rig.tier.find(GROUP, asked, prefix=False).states) == [1, 0, 0, 0, 0]
     rig.work()
     rig.check()
