@@ -289,7 +289,7 @@ class SimulatedStore(_Instant):
     def write(self, block: Block, offsets: Sequence[int], on_end: WriteEnd) -> bool:
         if self._objects.use(block.key):
             self.counters.already_stored += 1
-            result = Result.PRESENT
+            result = Result.EXISTED
         else:
             self._objects.put(block.key)
             self.counters.written_blocks += 1

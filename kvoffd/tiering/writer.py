@@ -538,7 +538,7 @@ class Writer:
         if result is Result.DONE:
             self.written_blocks += 1
             self.written_bytes += nbytes
-        elif result is Result.PRESENT:
+        elif result is Result.EXISTED:
             self.budget.refund(nbytes, fills=write.fills)
             self._trickle_left += nbytes if write.trickles else 0
             if self._judges:

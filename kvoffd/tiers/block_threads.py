@@ -184,7 +184,7 @@ class BlockThread(StoreThread):
             self._fail(StoreError("full", why), "write")
         self._breaker.succeeded("write")
         each = iter(stored)
-        return [Result.PRESENT if known else Result.DONE if next(each) else Result.FAILED for known in there]
+        return [Result.EXISTED if known else Result.DONE if next(each) else Result.FAILED for known in there]
 
 
 def _verified(read: ObjectRead, received: Received) -> Block | None:

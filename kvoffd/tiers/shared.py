@@ -486,11 +486,11 @@ class SharedTier(Tier):
             self.health.wrote()
             counters.written_blocks += 1
             counters.written_bytes += group.nbytes
-        elif result is Result.PRESENT:
+        elif result is Result.EXISTED:
             counters.already_stored += 1
         else:
             counters.dropped_writes += 1
-        there = result in (Result.DONE, Result.PRESENT)
+        there = result in (Result.DONE, Result.EXISTED)
         if there and write.stored.group.generation == self.generations.fleet(group.fingerprint):
             self._answers.record(group.tag, [key], [True])
         write.on_end(result)

@@ -32,7 +32,7 @@ class Result(StrEnum):
     """Result of a read or write."""
 
     DONE = "done"
-    PRESENT = "present"  # only of a write: the block existed already
+    EXISTED = "existed"  # only of a write: the block was there already
     GONE = "gone"  # removed, evicted or of an older generation
     CORRUPT = "corrupt"  # the bytes read are not those written; the block is removed
     FAILED = "failed"  # the device, server or file system failed

@@ -535,7 +535,7 @@ def test_used_blocks_are_offered_again_within_the_budget(rig: TieringHarness) ->
     budget = rig.tiering.writers[1].budget
     space = rig.open()
     rig.put(space, keys_of(1))
-    for lease, result in enumerate((Result.DONE, Result.PRESENT)):
+    for lease, result in enumerate((Result.DONE, Result.EXISTED)):
         rig.tiering.tick()
         tier.end_all(fault=result)
         tier.blocks.clear()  # the store forgets

@@ -123,7 +123,7 @@ class SharedRig:
         return ended[0]
 
     def store(self, *blocks: Block) -> None:
-        assert {self.write(block) for block in blocks} <= {Result.DONE, Result.PRESENT}
+        assert {self.write(block) for block in blocks} <= {Result.DONE, Result.EXISTED}
 
     def store_some(self, count: int) -> list[Block]:
         """Write the first so many blocks."""

@@ -118,7 +118,7 @@ def test_a_block_whose_read_failed_is_absent_as_long_as_its_store_says(
     assert rig.find() == [ASKED]
 
 
-@pytest.mark.parametrize("result", [Result.DONE, Result.PRESENT])
+@pytest.mark.parametrize("result", [Result.DONE, Result.EXISTED])
 def test_invalidated_while_written_a_block_is_not_read(rig: Rig, result: Result) -> None:
     ends: list[Result] = []
     assert rig.tier.write(Block(GROUP, KEY, (0,), (1,)), [0], ends.append)
