@@ -308,7 +308,7 @@ class TierSupervisor:
                 yield "disk_failed", f"{disk.problem} Restart the daemon to try it again."
             if disk.tier is None:
                 continue
-            if disk.tier.removed:
+            if disk.tier.is_unlinked:
                 yield (
                     "disk_file_removed",
                     f"A file of the disk at {name} was removed. Blocks are served until the daemon stops; the next one "

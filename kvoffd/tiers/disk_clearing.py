@@ -42,22 +42,20 @@ class Clearing:
     """Frees slots, and writes to the index. For the daemon's thread.
 
     Args:
-        make_threads: makes ``Workers`` from the function that they run and the one to call at the end of each task.
+        make_threads: makes ``Workers`` from their works and ``on_end``.
         on_dropped: called with blocks that were dropped individually.
         on_error: called like ``TierListener.error``, without the tier.
 
     Attributes:
         put_aside: slots that are never freed because a write to them failed.
-        removed: whether a file was unlinked: the next daemon finds nothing.
+        is_unlinked: whether a file was unlinked: the next daemon finds nothing.
     """
 
     def __init__(
         self,
         file: DiskFile,
         disk_map: DiskMap,
-        make_threads: Callable[
-            [Callable[[list[IndexWrite]], list[End]], Callable[[IndexWrite, End], None]], Workers[Any, Any]
-        ],
+        make_threads: Callable[..., Workers[Any, Any]],
         post: Callable[[Callable[[], None]], None],
         on_dropped: Callable[[BlockGroup, list[bytes]], None],
         on_error: Callable[[DiskFault, str], None],
@@ -65,7 +63,7 @@ class Clearing:
         self._file, self._map, self._post = file, disk_map, post
         self._on_dropped, self._on_error = on_dropped, on_error
         self.put_aside: set[int] = set()
-        self.removed, self.physical_bytes = False, file.physical_bytes()
+        self.is_unlinked, self.physical_bytes = False, file.physical_bytes()
         self._freeing: deque[Iterator[list[int]]] = deque()
         """Remaining slots of each namespace and region that is cleared as a whole."""
         self._running: IndexWrite | None = None
@@ -75,7 +73,7 @@ class Clearing:
         self._written_bytes = 0
         """Bytes of blocks written since the head was written."""
         self._closed = False
-        self.threads = make_threads(self._write, self._write_ended)
+        self.threads = make_threads([self._write], on_end=self._write_ended)
 
     @property
     def is_freeing(self) -> bool:
@@ -110,7 +108,7 @@ class Clearing:
         return write
 
     def unpin(self, slots: Sequence[int]) -> None:
-        """End a read, a write or the clearing of slots, and free those of no block that nothing else has pinned."""
+        """Unpin slots whose read, write or clearing has ended. Frees those that have neither a block nor another pin."""
         free: list[int] = []
         for slot in slots:
             region, place = self._map.at(slot)
@@ -138,7 +136,7 @@ class Clearing:
             self.drop(slots)
             self._running = self.clear_slots(slots)
             return
-        if slots is None:
+        if slots is None:  # an empty batch only lets others have their turn
             self._freeing.popleft()
         if not self._closed:
             self._post(self._free_batch)
@@ -171,11 +169,11 @@ class Clearing:
         try:
             for region, pages in write.sizes.items():
                 file.write_slot_pages(region, pages)
-            file.clear_slots(write.gone)
+            file.clear_records(write.gone)
             if write.written_bytes:
                 file.write_head(is_open=True, written_bytes=write.written_bytes)
             self.physical_bytes = file.physical_bytes()
-            self.removed = file.is_removed()
+            self.is_unlinked = file.is_unlinked()
         except OSError as error:
             why = f"The disk tier could not write to the index of {file.path}: {error.strerror or error}."
             return [End(Result.FAILED, None, DiskFault.RECORD_FAILED, why)]
