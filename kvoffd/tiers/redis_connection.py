@@ -116,7 +116,7 @@ class RedisConnection:
             hint = WANTS_NO_TLS if "handshake" in str(error) or "SSL" in str(error) else ""
             why = f"{self.name} cannot be reached: {getattr(error, 'strerror', None) or error}.{hint}"
             raise StoreError("unreachable", why, final=True) from error
-        if self._replica not in (None, self._server):
+        if self._replica not in (None, self._server):  # the name leads to another server than the one that refused
             self._demoted.address = self._replica
         if self._demoted.address == self._server:  # it was made primary again, or the name has several addresses
             self._demoted.address = None
