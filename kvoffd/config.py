@@ -280,7 +280,7 @@ def parse_peer(text: str) -> Peer:
     return Peer(text, ipaddress.ip_network(network.strip("[]")), parse_address(f"localhost:{port}")[1])
 
 
-def peer_places(peers: Collection[str]) -> list[str]:
+def peer_addresses(peers: Collection[str]) -> list[str]:
     """Return the addresses of peers that are connected at once; empty for those that are not named one by one."""
     hosts = [one for one in peers if parse_peer(one).is_one]
     return hosts + [""] * PEER_PLACES * (len(hosts) < len(peers))

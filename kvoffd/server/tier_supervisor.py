@@ -15,7 +15,7 @@ from pathlib import Path
 
 from kvoffd.cache.cache import Cache
 from kvoffd.cache.hooks import CacheListener
-from kvoffd.config import Config, DiskSize, parse_peer, peer_places
+from kvoffd.config import Config, DiskSize, parse_peer, peer_addresses
 from kvoffd.errors import KvoffdError
 from kvoffd.observe.meters import HOUR_S, CounterWindows
 from kvoffd.pool.pool import Pool
@@ -240,12 +240,12 @@ class TierSupervisor:
             return
         if config.peer_listen:
             self.peer_server = PeerServer(self._cache, self._clock, lambda: self._state.is_saved, self._generations)
-        settings = HelperSettings(peer_places(config.peers), config.peer_listen, read_secret(config.peer_secret_file))
+        settings = HelperSettings(peer_addresses(config.peers), config.peer_listen, read_secret(config.peer_secret_file))
         self.peer_helper = PeerHelper(settings, self._pool.place, self._peer_asks, self._peers_left)
 
     def _add_peers(self, tiering: Tiering, helper: PeerHelper) -> None:
         quiet = self._settings(WriteMode.NEVER)
-        for number, peer in enumerate(peer_places(self._config.peers)):
+        for number, peer in enumerate(peer_addresses(self._config.peers)):
             name = f"{PEER}{peer}" if peer else ""  # a place for a node that is not known yet
             tier = self._shared_tier(name, partial(PeerStore, helper, number), tiering)
             source = tiering.add_store(tier, quiet)
