@@ -106,7 +106,9 @@ class NamespaceResets:
         found += places.unreached if places is not None else []
         found += [f"{one}: its nodes hear of it once they exchange blocks; clear there too." for one in networks]
         if not (raises or networks or (places is not None and places.lists)):
-            found.append("nobody was told: this node names no store and no peer, and only lends; clear on one that does.")
+            found.append(
+                "nobody was told: this node names no store and no peer, and only lends; clear on one that does."
+            )
         return found
 
     def follow_fleet(self) -> int:

@@ -138,7 +138,7 @@ class TierSupervisor:
         self._resolver: NameResolver | None = None
         self.peer_places: PeerPlaces | None = None
         self._asked_at: dict[bytes, float] = {}
-        """Time of the first lookup by open namespace, when stores and peers were asked whether it was cleared; -inf once
+        """Time of an open namespace's first lookup, when stores and peers were asked whether it was cleared. -inf once
         all have answered, or FOLLOW_S later."""
         if tiering is not None:
             tiering.lookups.is_behind = self.ask_if_behind
@@ -240,7 +240,8 @@ class TierSupervisor:
             return
         if config.peer_listen:
             self.peer_server = PeerServer(self._cache, self._clock, lambda: self._state.is_saved, self._generations)
-        settings = HelperSettings(peer_addresses(config.peers), config.peer_listen, read_secret(config.peer_secret_file))
+        secret = read_secret(config.peer_secret_file)
+        settings = HelperSettings(peer_addresses(config.peers), config.peer_listen, secret)
         self.peer_helper = PeerHelper(settings, self._pool.place, self._peer_asks, self._peers_left)
 
     def _add_peers(self, tiering: Tiering, helper: PeerHelper) -> None:

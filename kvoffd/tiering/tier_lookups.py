@@ -47,8 +47,8 @@ class _Lookup:
     sources: Sequence[Promotions]
     """Sources that it can use now, in the order in which they are asked."""
     left_bytes: int
-    """Pool bytes that may still be promoted for it: what leases may pin, less what it has. Negative if its READY keys are
-    more than that: anything else would evict its own beginning."""
+    """Pool bytes that may still be promoted for it: what leases may pin, less what it has. Negative if its READY keys
+    are more than that: anything else would evict its own beginning."""
     free_bytes: float
     """Pool bytes that it may request; inf for any number, which may wait for space. A repeated lookup has a limit: keys
     that got no space in their patience do not wait again."""
@@ -84,8 +84,8 @@ class _Range:
         start: int,
     ) -> None:
         self.group, self.block_group, self.keys, self.states, self.fills = group, block_group, keys, states, fills
-        """``block_group``: of the group, for tiers. ``states``: the lookup's answer. ``fills``: those that exist already,
-        of any keys of the group."""
+        """``block_group``: of the group, for tiers. ``states``: the lookup's answer. ``fills``: those that exist
+        already, of any keys of the group."""
         self.number, self.start = number, start
         """Positions of the group in the request, and of the first key in the group."""
         self.unfound: list[int] = []
@@ -240,8 +240,8 @@ class TierLookups:
         """Return the available sources that a lookup under a lease may use, in the order in which they are asked.
 
         If it names a peer that is available: that peer, disks and stores. Else all but the peers of networks, and those
-        peers first that had something last. Those that are down are recorded in ``asked``, except peers that it does not
-        name.
+        peers first that had something last. Those that are down are recorded in ``asked``, except peers that it does
+        not name.
         """
         fingerprint, named = lease.namespace.fingerprint, lease.peer
         # A place that has no peer has no name, and neither has a lookup that names none.
@@ -452,8 +452,8 @@ def last_window(there: Sequence[bool], spec: GroupSpec) -> range:
 def _whole_prefixes_first(
     namespace: Namespace, groups: Sequence[tuple[int, bytes]], states: Sequence[bytearray]
 ) -> Iterator[tuple[int, int | None]]:
-    """Yield the groups of a lookup by index, with the end of the keys of which a window may need some; None for one that
-    needs the whole prefix.
+    """Yield the groups of a lookup by index, with the end of the keys that a window may need; None for one that needs
+    the whole prefix.
 
     Groups that need the whole prefix come first: ``states`` then tell its length, which limits the windows.
     """

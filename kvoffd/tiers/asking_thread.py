@@ -193,8 +193,8 @@ class AskingThread(StoreThread):
             self._breaker.succeeded("ask")
 
     def _ask_part(self, ask: Ask, keys: Sequence[bytes], deadline: float) -> tuple[int, list[bool]]:
-        """Ask about some keys by this node's generation of the namespace, and again if the store's is higher. Return the
-        higher one, and whether each key has a block of it."""
+        """Ask about some keys by this node's generation of the namespace, and again if the store's is higher. Return
+        the higher one, and whether each key has a block of it."""
         group, fingerprint = ask.group, ask.group.fingerprint
         ours = self._tier.generations.fleet(fingerprint)
         generation, found = self._store.ask(stored_group(group, ours), keys, deadline, prefix=ask.prefix)

@@ -68,8 +68,8 @@ def _nbytes(work: BlockWork) -> int:
 
 
 def take_batch(store: Store, waiting: deque[BlockWork]) -> list[BlockWork]:
-    """Take half of the waiting blocks, since another thread takes the rest: at least a quarter of what a connection takes
-    at once, at most all of that. Or take one removal."""
+    """Take half of the waiting blocks, since another thread takes the rest: at least a quarter of what a connection
+    takes at once, at most all of that. Or take one removal."""
     most = min(store.blocks_at_once, max(store.blocks_at_once // 4, len(waiting) // 2))
     batch = [waiting.popleft()]
     left = store.bytes_at_once - _nbytes(batch[0])

@@ -353,8 +353,8 @@ class DiskTier(Tier):
         self._clearing.clear_slots(slots)
 
     def _clear_to_overwrite(self) -> None:
-        """Clear the records of evicted slots that no write has replaced: a later daemon would find the blocks, which may
-        be invalid by then."""
+        """Clear the records of evicted slots that no write has replaced: a later daemon would find the blocks, which
+        may be invalid by then."""
         for slots in self._to_overwrite.values():
             self._clearing.clear_slots(slots)
         self._to_overwrite.clear()

@@ -108,7 +108,7 @@ class Clearing:
         return write
 
     def unpin(self, slots: Sequence[int]) -> None:
-        """Unpin slots whose read, write or clearing has ended. Frees those that have neither a block nor another pin."""
+        """Unpin slots whose read, write or clearing has ended. Frees those without a block and another pin."""
         free: list[int] = []
         for slot in slots:
             region, place = self._map.at(slot)

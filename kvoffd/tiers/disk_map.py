@@ -111,8 +111,8 @@ class Region:
         return self.keys[place, : self.key_bytes[place]].tobytes()
 
     def skip_all(self) -> int:
-        """Move the hand past all slots. Returns how many blocks the region has, if all are to be evicted; 0 if more than
-        half were used, or a slot is pinned."""
+        """Move the hand past all slots. Returns how many blocks the region has, if all are to be evicted; 0 if more
+        than half were used, or a slot is pinned."""
         there, used = int(np.count_nonzero(self.group_numbers)), np.count_nonzero(np.frombuffer(self.used, np.uint8))
         self.hand, self.used = self.slots, bytearray(self.slots)
         return 0 if 2 * used > there or np.frombuffer(self.pins, np.uint16).any() else there

@@ -63,8 +63,8 @@ class Resets(msgspec.Struct):
 class Generations:
     """The table of all namespaces. For the daemon's thread, except ``of``, ``fleet`` and ``is_valid``.
 
-    A higher fleet generation is heard of (``hear``). Then the namespace is ``voided`` until its blocks are dropped here;
-    after that the generation is ``followed``.
+    A higher fleet generation is heard of (``hear``). Then the namespace is ``voided`` until its blocks are dropped
+    here; after that the generation is ``followed``.
 
     Args:
         save: called after each change of ``resets``.

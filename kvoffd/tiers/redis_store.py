@@ -202,8 +202,8 @@ class Redis(Store):
         self._connection.send(self._further_gets(), deadline)
 
     def _further_gets(self) -> list[bytes]:
-        """Return the requests of further blocks: up to MAX_COMING_BYTES, or one larger block alone, once at most half of
-        that is still coming."""
+        """Return the requests of further blocks once at most half of MAX_COMING_BYTES is still coming: up to that, or
+        one larger block alone."""
         names: list[bytes] = []
         most = MAX_COMING_BYTES if self._coming_bytes <= MAX_COMING_BYTES // 2 else 0
         while self._unasked and (self._coming_bytes + self._unasked[0].nbytes <= most or not self._coming_bytes):

@@ -63,7 +63,7 @@ class StoreHealth:
 
     @property
     def refusal(self) -> str:
-        """Reason why it refused the last write, a sentence; empty if it accepted that, or has not refused one lately."""
+        """Reason why it refused the last write, a sentence; empty if it accepted that, or some time later."""
         return self._refusal if self._clock() < self._shown_until else ""
 
     def assume_steady(self) -> None:
@@ -71,7 +71,7 @@ class StoreHealth:
         self._is_steady = True
 
     def update_steady(self) -> bool:
-        """Update, at each tick, whether the store is steadily reachable; return whether it is now and was not before."""
+        """Update, at each tick, whether the store is steadily reachable; return whether it has become that."""
         now = self._clock()
         if self._breaker.open:
             self._is_steady, self._steady_at = False, now + (STEADY_S if self._breaker.opened else 0.0)
