@@ -233,7 +233,7 @@ class Selection:
 
 
 class _Begun(Enum):
-    """What became of the attempt to begin a write."""
+    """Result of an attempt to begin a write."""
 
     YES = auto()
     REFUSED = auto()

@@ -157,8 +157,8 @@ class S3(Store):
         self._came_at = 0.0
         """Time when a part of an object last came, or the wait began."""
         self._retry_until = self._answer_until = 0.0
-        """Until when the running call sends a refused request again, and waits for single answers: see RETRIED_SHARE
-        and LATE_SHARE."""
+        """Times until which the running call sends a refused request again, and waits for single answers: see
+        RETRIED_SHARE and LATE_SHARE."""
 
     def connect(self) -> None:
         if self._loop is None:
