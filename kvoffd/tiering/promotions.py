@@ -268,7 +268,7 @@ class Promotions:
             raise
         if not has_space:
             self._wait_or_fail(queue)
-        is_full = self._fail_absent(not_begun)
+        is_full = bool(not_begun) and self._fail_absent(not_begun)
         return not is_full
 
     def _begin_reads(self, batch: Sequence[Fill], tickets: dict[int, FillTicket | None]) -> tuple[Sequence[Fill], bool]:
