@@ -310,10 +310,12 @@ class DiskMap:
         return region
 
     def at(self, slot: int) -> tuple[Region, int]:
+        """Return a slot's region, and its place there."""
         number, place = divmod(slot, self.slots.slots_per_region)
         return self.regions[number], place
 
     def offset(self, slot: int) -> int:
+        """Return a slot's offset in the file."""
         number, place = divmod(slot, self.slots.slots_per_region)
         return PAGE_BYTES + number * self.slots.region_bytes + place * self.regions[number].slot_bytes
 
