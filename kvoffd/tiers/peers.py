@@ -318,7 +318,8 @@ class PeerHelper:
             if kind == READ:
                 self._reads[call.ident] = peer
         if not self.send(frame(kind, peer, call.ident, payload), SEND_S):
-            self._reads.pop(call.ident, None)
+            with self._lock:
+                self._reads.pop(call.ident, None)
             self.end(call)
             raise StoreError("helper", self.problem or "The helper process for peers hangs.", final=True)
         return call
