@@ -169,11 +169,9 @@ int kvoffd_reader_work(struct reader *r)
         pthread_mutex_lock(&r->lock);
         int unreported = r->ended && !r->reported, stopped = r->stopped;
         int ends = unreported && (late || 4 * r->ended >= r->under_way);
-        uint64_t count = r->context ? r->waiting : r->waiting > 0; /* all, or one */
-        if (ends) {
+        uint64_t count = ends ? 0 : r->context ? r->waiting : r->waiting > 0;
+        if (ends)
             r->reported = 1;
-            count = 0;
-        }
         memcpy(some, r->wait, count * sizeof *some);
         r->waiting -= (uint32_t)count;
         memmove(r->wait, r->wait + count, r->waiting * sizeof *some);
@@ -191,8 +189,7 @@ int kvoffd_reader_work(struct reader *r)
         int64_t got = r->context ? syscall(SYS_io_getevents, r->context, 0, MAX_READS, events, &none) : 0;
         for (int64_t i = 0; i < got; i++, r->under_way--)
             fill(r, (struct block_read *)events[i].data, events[i].res);
-        /* Without a new end, wait for something to do: 0 if nothing came in time, -1 also after a signal. */
-        int woken = got > 0 ? -1 : poll(&event, 1, unreported ? REPORTED_WITHIN_MS : -1);
+        int woken = got > 0 ? -1 : poll(&event, 1, unreported ? REPORTED_WITHIN_MS : -1); /* -1 also after a signal */
         late = woken == 0;
         if (woken > 0)
             eventfd_read(r->event, &ignored);
