@@ -99,7 +99,7 @@ class UnansweredKeys:
                 run.asked.set(run.first + run.found, bytes([IN_A_TIER]) * more)
                 run.found += more
             run.questions -= 1
-            if not run.questions:
+            if not run.questions and run.found < len(keys):
                 self._cache.prompts.tier_lacks(run.asked, run.first + run.found, len(keys) - run.found)
         by_tier, tier_and_tag = self._by_key.get(namespace, {}), (tier, block_group.tag)
         if not (by_key := by_tier.get(tier_and_tag)):

@@ -123,7 +123,8 @@ class DiskTier(Tier):
                 self._writes = make(f"{name}-w", works, on_end=self._write_ended, take=writer.next)
                 with OnError(lambda: self._writes.close(time.monotonic() + HANG_TIMEOUT_S)):
                     removed = partial(listener.blocks_removed, self)
-                    self._clearing = Clearing(file, self._map, partial(make, f"{name}-n"), post, removed, self._error)
+                    threads = partial(make, f"{name}-n")
+                    self._clearing = Clearing(file, self._map, self.counters, threads, post, removed, self._error)
         self.found_blocks = self._map.blocks
         self._opened_at = clock()
         self.open_seconds = self._opened_at - begun
@@ -215,7 +216,7 @@ class DiskTier(Tier):
         group, key = block.group, block.key
         if not self.wants(group, [key])[0]:
             return False
-        known = self._known_or_new(group)
+        known = self._map.known(group) or KnownGroup(group)
         if not self._fits(known, key):
             self._report_too_large(group)
             return False
@@ -233,10 +234,7 @@ class DiskTier(Tier):
         return True
 
     def takes(self, group: BlockGroup, key: bytes) -> bool:
-        return self._fits(self._known_or_new(group), key)
-
-    def _known_or_new(self, group: BlockGroup) -> KnownGroup:
-        return self._map.known(group) or KnownGroup(group)
+        return self._fits(KnownGroup(group), key)
 
     def _add_group(self, known: KnownGroup) -> None:
         """Add a new group. It replaces one of another geometry, whose blocks are removed."""
@@ -324,7 +322,6 @@ class DiskTier(Tier):
             self._pause_s = 0.0
             self.counters.written_blocks += 1
             self.counters.written_bytes += job.nbytes
-            self._clearing.written(job.nbytes)
         elif result is Result.FAILED:
             self._pause_s = min(_MAX_PAUSE_S, 2 * self._pause_s) or _MIN_PAUSE_S
             self._write_at = self._clock() + self._pause_s

@@ -187,9 +187,9 @@ class DiskFile:
         return self.head.region_bytes // MIN_SLOT_BYTES
 
     def write_head(self, *, is_open: bool, written_bytes: int = 0, sync: bool = False) -> None:
-        """Write the head. ``written_bytes``: since the last call. Raises OSError."""
-        number, total = self.head.number + 1, self.head.written_bytes + written_bytes
-        head = replace(self.head, number=number, is_open=is_open, written_bytes=total)
+        """Write the head. ``written_bytes``: since the files were made; a higher number stays. Raises OSError."""
+        number, written_bytes = self.head.number + 1, max(self.head.written_bytes, written_bytes)
+        head = replace(self.head, number=number, is_open=is_open, written_bytes=written_bytes)
         write_all(self.calls, self.index_fd, [memoryview(head.pack())], head.number % HEAD_PAGES * PAGE_BYTES)
         if sync:
             self.calls.sync(self.index_fd)
