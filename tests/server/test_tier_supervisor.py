@@ -36,7 +36,7 @@ def disk_of(*fingerprints: bytes, generation: int = 0, written_bytes: int = 0) -
     rig = DiskRig()
     for number, fingerprint in enumerate(fingerprints):
         rig.write(block_of(number, make_block_group(fingerprint, generation, 0, [12_000])))
-    rig.tier._clearing.written(written_bytes)
+    rig.tier.counters.written_bytes += written_bytes
     assert rig.tier.close(1.0)
     return rig.files
 
