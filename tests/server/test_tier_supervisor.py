@@ -221,7 +221,7 @@ def test_a_place_knows_nothing_of_the_peer_that_had_it_before() -> None:
     tier = rig.share(quiet, "peer://slow:7400")
     tier.idle, tier.become = True, partial(setattr, tier, "name")  # type: ignore[attr-defined]
     replace = partial(rig.tiering.replace_source, settings=quiet)
-    places = PeerPlaces(MagicMock(reads=lambda number: False), [], [], replace, rig.clock)
+    places = PeerPlaces(MagicMock(has_reads=lambda number: False), [], [], replace, rig.clock)
     places.add(0, cast(Any, tier), rig.tiering.sources[-1])
     (place,) = places._places
     place.source.reads.speed.measured, place.source.failures["overdue"] = 1.0, 3
