@@ -122,9 +122,15 @@ class DiskTier(Tier):
                 make = partial(make_workers, failed=self._bug, post=post, clock=clock)
                 self._writes = make(f"{name}-w", works, on_end=self._write_ended, take=writer.next)
                 with OnError(lambda: self._writes.close(time.monotonic() + HANG_TIMEOUT_S)):
-                    removed = partial(listener.blocks_removed, self)
-                    threads = partial(make, f"{name}-n")
-                    self._clearing = Clearing(file, self._map, self.counters, threads, post, removed, self._error)
+                    self._clearing = Clearing(
+                        file,
+                        self._map,
+                        self.counters,
+                        partial(make, f"{name}-n"),
+                        post,
+                        lambda group, keys: listener.blocks_removed(self, group, keys),
+                        self._error,
+                    )
         self.found_blocks = self._map.blocks
         self._opened_at = clock()
         self.open_seconds = self._opened_at - begun
