@@ -281,8 +281,8 @@ def parse_peer(text: str) -> Peer:
     return Peer(text, ipaddress.ip_network(network.strip("[]")), parse_address(f"localhost:{port}")[1])
 
 
-def peer_places(peers: Collection[str]) -> list[str]:
-    """Return the place of each peer that is connected at once: its address, or "" for one that many peers share."""
+def peer_addresses(peers: Collection[str]) -> list[str]:
+    """Return the address of each peer that is connected at once, "" for a place that many peers share."""
     fixed = [one for one in peers if parse_peer(one).is_one]
     return fixed if len(fixed) == len(peers) else [*fixed, *[""] * PEER_PLACES]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvoffd.cache.policy import GHOST_DIVISOR
-from kvoffd.config import Config, peer_places
+from kvoffd.config import Config, peer_addresses
 from kvoffd.pool.allocator import MIN_SLOT_BYTES
 from kvoffd.system.limits import MemoryLimit
 from kvoffd.tiering.promotions import FILL_BYTES, MAX_QUEUED
@@ -30,7 +30,7 @@ POOL, TABLES, PROCESS = "pool", "slot table and page tables", "process and clien
 
 def memory_estimate(config: Config) -> dict[str, int]:
     """Return the bytes of each part, the pool first."""
-    stores = len(config.shared) + len(peer_places(config.peers))
+    stores = len(config.shared) + len(peer_addresses(config.peers))
     return {
         POOL: config.pool_bytes,
         TABLES: config.pool_bytes * 21 // 1000,  # 1.9 % and 0.2 %

@@ -102,12 +102,7 @@ class PeerServer:
         return b""
 
     def _group(self, wanted: Find) -> Group | None:
-        """Return the group of a request; None if nothing of it may be lent. Raises ValueError for a bad request."""
-        if not 1 <= wanted.key_bytes <= 64 or len(wanted.keys) % wanted.key_bytes:
-            raise ValueError
-        if len(wanted.keys) // wanted.key_bytes > MAX_KEYS:
-            raise ValueError
-        self._hear(wanted.fingerprint, wanted.generation)
+        """Return the group of a request; None if nothing of it may be lent."""
         if not self._generations.is_valid(wanted.fingerprint, wanted.generation):
             return None
         namespace = self._cache.namespaces.get(wanted.fingerprint)
@@ -141,7 +136,8 @@ class PeerServer:
         )
 
     def _find(self, wanted: Find) -> bytes:
-        count = len(wanted.keys) // max(1, wanted.key_bytes)
+        count = _count_keys(wanted, MAX_KEYS)
+        self._hear(wanted.fingerprint, wanted.generation)
         group = self._group(wanted)
         generation = self._generations.fleet(wanted.fingerprint).to_bytes(GENERATION_BYTES, "little")
         if group is None or not count:
@@ -157,10 +153,9 @@ class PeerServer:
 
     def _pin(self, route: bytes, ident: int, request: Pin) -> bytes:
         wanted, ranks = request.wanted, len(request.lengths)
-        count = len(wanted.keys) // max(1, wanted.key_bytes)
+        count = _count_keys(wanted, min(MAX_BLOCKS, MAX_SHARDS // max(1, ranks)))
+        self._hear(wanted.fingerprint, wanted.generation)
         group = self._group(wanted)
-        if count > MAX_BLOCKS or count * ranks > MAX_SHARDS:
-            raise ValueError
         there = np.zeros(count, np.uint8)
         columns: tuple[bytes, bytes, bytes] = b"", b"", b""
         if group is not None and list(group.lengths) == request.lengths:
@@ -219,3 +214,12 @@ class PeerServer:
     def end_all(self) -> None:
         """End all leases: the helper is gone, and with it all that reads here."""
         self._end(list(self._lent))
+
+
+def _count_keys(wanted: Find, most: int) -> int:
+    """Return the number of keys. Raises ValueError if these are more, or no keys."""
+    if not 1 <= wanted.key_bytes <= 64 or len(wanted.keys) % wanted.key_bytes:
+        raise ValueError
+    if (count := len(wanted.keys) // wanted.key_bytes) > most:
+        raise ValueError
+    return count

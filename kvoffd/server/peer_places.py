@@ -175,7 +175,7 @@ class PeerPlaces:
         return unused_s >= EXCHANGE_S and self._is_free(place)
 
     def _is_free(self, place: PeerPlace) -> bool:
-        return place.source.idle and place.tier.idle and not self._helper.reads(place.number)
+        return place.source.idle and place.tier.idle and not self._helper.has_reads(place.number)
 
     def _connect(self, place: PeerPlace, address: str, *, only_named: bool) -> bool:
         """Give a place to another peer, or to none; return False if the helper has no time."""

@@ -88,7 +88,7 @@ class StateFile:
         with suppress(OSError):  # nothing can be written there, which `problem` reports, or it has no locks
             directory_fd = open_directory(Path(directory))
             try:
-                self._lock_fd = claim_file(FileCalls(), name, directory_fd, create=True, check=_take_over)
+                self._lock_fd = claim_file(FileCalls(), name, directory_fd, create=True, check=_check_lock)
             except FileInUse as error:
                 raise KvoffdError(
                     f"Another kvoffd keeps its clears and resets in {directory}; stop it, or give each daemon a "
@@ -148,6 +148,7 @@ class StateFile:
     def _run(self) -> None:
         while True:
             with self._changed:
+                # It continues without work after RETRY_S: what failed is tried again.
                 self._changed.wait_for(self._has_work, RETRY_S if self._problem else None)
                 if self._ends and self.is_tried and not self._retry:
                     return
@@ -196,9 +197,10 @@ class StateFile:
             os.close(directory)
 
 
-def _take_over(fd: int, found: os.stat_result) -> None:
-    """Keep others from locking a lock file of this user's: a kubelet may have widened its mode. Raises KvoffdError for
-    another user's, or what is no file.
+def _check_lock(fd: int, found: os.stat_result) -> None:
+    """Check that a lock file is this user's, and let nobody else lock it: a kubelet may have widened its mode.
+
+    Raises KvoffdError for another user's, or what is no file.
     """
     if not is_regular(found) or found.st_uid != os.geteuid():
         raise KvoffdError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from kvoffd.cache.cache import Cache
 from kvoffd.errors import KvoffdError
@@ -12,6 +12,7 @@ from kvoffd.server.known_namespaces import KnownNamespaces
 from kvoffd.server.persistence import State
 from kvoffd.server.session import Session
 from kvoffd.server.tier_supervisor import TierSupervisor
+from kvoffd.tiers.asking_thread import Raise
 from kvoffd_proto import admin as a
 from kvoffd_proto import messages as m
 from kvoffd_proto.errors import ErrorCode
@@ -75,13 +76,10 @@ class NamespaceResets:
     @answers(a.ResetFleet)
     def reset_fleet(self, session: Session, message: a.ResetFleet) -> Pending:
         """Void a namespace's blocks on all nodes; the reply's count is the number of blocks of this one."""
-        supervisor = self._tier_supervisor
-        if not supervisor.shares:
+        if not self._tier_supervisor.shares:
             why = "This daemon has no shared store and no peers, so no other nodes to clear; leave out --all-nodes."
             raise KvoffdError(why, ErrorCode.BAD_ARGUMENT)
-        networks, places = supervisor.networks, supervisor.peer_places
-        lists = places.lists if places is not None else []
-        pending = supervisor.void_everywhere(message.namespace)
+        pending = self._tier_supervisor.void_everywhere(message.namespace)
         count = self.follow_fleet()
         until = self._clock() + OPERATOR_WAIT_S
         saved = self._state.reply_once_saved(m.Done(message.request_id, count), until, CLEARED_NOT_SAVED)
@@ -89,15 +87,7 @@ class NamespaceResets:
         def poll(late: bool) -> m.AnyReply | None:
             if not late and not all(one.ended for one in pending.values()):
                 return None
-            failed = [(name, one) for name, one in pending.items() if one.problem or not one.ended]
-            problems = [f"{name}: {one.problem or 'it has not answered yet.'}" for name, one in failed]
-            problems += places.unreached if places is not None else []
-            problems += [f"{one}: its nodes hear of it once they exchange blocks; clear there too." for one in networks]
-            if not (pending or networks or lists):
-                problems.append(
-                    "nobody was told: this node names no store and no peer, and only lends; clear on one that does."
-                )
-            if problems:
+            if problems := self._unreached(pending):
                 why = f"The reset did not reach every shared store and peer: {' '.join(problems)}"
                 raise KvoffdError(why, ErrorCode.NOT_READY)
             return saved.poll(late)
@@ -107,6 +97,19 @@ class NamespaceResets:
             "Session %d (%s) cleared %s on all nodes: %d blocks here.", session.id, session.process, what, count
         )
         return Pending(poll, until)
+
+    def _unreached(self, raises: Mapping[str, Raise]) -> list[str]:
+        """Return a sentence about each store, peer, name and network with nodes that a reset of all did not reach."""
+        networks, places = self._tier_supervisor.networks, self._tier_supervisor.peer_places
+        failed = [(name, one) for name, one in raises.items() if one.problem or not one.ended]
+        found = [f"{name}: {one.problem or 'it has not answered yet.'}" for name, one in failed]
+        found += places.unreached if places is not None else []
+        found += [f"{one}: its nodes hear of it once they exchange blocks; clear there too." for one in networks]
+        if not (raises or networks or (places is not None and places.lists)):
+            found.append(
+                "nobody was told: this node names no store and no peer, and only lends; clear on one that does."
+            )
+        return found
 
     def follow_fleet(self) -> int:
         """Drop the blocks of namespaces that were voided for all nodes; return how many there were."""
@@ -126,9 +129,8 @@ class NamespaceResets:
         and each run has a namespace of its own.
         """
         chosen = [one for one in self._cache.namespaces.values() if fingerprint in (None, one.fingerprint)]
-        generation = None
-        if not (fingerprint is not None and any(one.of_bench for one in chosen)):
-            generation = self._state.generations.void_here(fingerprint)
+        is_bench = fingerprint is not None and any(one.of_bench for one in chosen)
+        generation = None if is_bench else self._state.generations.void_here(fingerprint)
         tiering = self._tier_supervisor.tiering
         count = tiering.remove_all(fingerprint) if tiering is not None else 0
         return count + self._cache.reset(*chosen, generation=generation)

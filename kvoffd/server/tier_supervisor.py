@@ -15,7 +15,7 @@ from pathlib import Path
 
 from kvoffd.cache.cache import Cache
 from kvoffd.cache.hooks import CacheListener
-from kvoffd.config import Config, DiskSize, parse_peer, peer_places
+from kvoffd.config import Config, DiskSize, parse_peer, peer_addresses
 from kvoffd.errors import KvoffdError
 from kvoffd.observe.meters import HOUR_S, CounterWindows
 from kvoffd.pool.pool import Pool
@@ -131,14 +131,17 @@ class TierSupervisor:
         self.peer_server: PeerServer | None = None
         peers = list(map(parse_peer, config.peers))
         self._peers = [(str(peer.host).lower(), peer.text) for peer in peers if peer.is_one]
+        """Host and address of each peer that is a single node."""
         self.networks = {peer.text: (peer.host, peer.port) for peer in peers if not isinstance(peer.host, str)}
         self._names = [PeerName(peer.text, str(peer.host), peer.port) for peer in peers if peer.has_many]
+        """Names with several nodes."""
         self._resolver: NameResolver | None = None
         self.peer_places: PeerPlaces | None = None
         self._asked_at: dict[bytes, float] = {}
-        """Time of the first lookup by open namespace, when stores were asked; -inf once it is followed."""
+        """Time of an open namespace's first lookup, when stores and peers were asked whether it was cleared. -inf once
+        all have answered, or FOLLOW_S later."""
         if tiering is not None:
-            tiering.lookups.is_behind = self.is_behind
+            tiering.lookups.is_behind = self.ask_if_behind
 
     def start(self, stores: OpenStores) -> None:
         """Start to open the configured tiers; ``stores`` are those of ``shared_stores``. Raises NoMoreThreads."""
@@ -153,10 +156,99 @@ class TierSupervisor:
         if (helper := self.peer_helper) is not None:
             self._add_peers(tiering, helper)
 
+    # --- disks -----------------------------------------------------------------------------------
+
+    def _begin_to_open(self, size: DiskSize, tiering: Tiering) -> None:
+        disk = Disk(size, CounterWindows(self._clock))
+        self._disks.append(disk)
+        # Not a thread of the executor: the process would wait for it at exit, and a disk may hang.
+        name, arguments = f"kvoffd-open-{Path(size.directory).name}", (disk, tiering)
+        start(opener := threading.Thread(target=self._open, args=arguments, name=name, daemon=True))
+        disk.opener = opener
+
+    def open_disk(self, size: DiskSize, listener: TierListener) -> DiskTier:
+        """Open a directory, or stop when the daemon does. For any thread. Raises KvoffdError."""
+        return DiskTier(
+            Path(size.directory),
+            size.size_bytes,
+            pool=self._pool.buffer,
+            clock=self._clock,
+            post=self._post,
+            listener=listener,
+            generation=self._generations.of,
+            should_stop=lambda: self._stopping,
+        )
+
+    def _open(self, disk: Disk, tiering: Tiering) -> None:
+        """Open a disk. Runs in a thread of its own."""
+        try:
+            tier = self.open_disk(disk.size, tiering)
+        except OpeningStopped:
+            return
+        except KvoffdError as error:
+            problem = error.message
+            self._post(lambda: self._failed(disk, problem))
+        except Exception as error:
+            logger.exception("The disk at %s could not be opened.", disk.size.directory)
+            problem = f"Opening failed inside the daemon: {error!r}."
+            self._post(lambda: self._failed(disk, problem))
+        else:
+            self._post(lambda: self._opened(disk, tier, tiering))
+
+    def _failed(self, disk: Disk, problem: str) -> None:
+        disk.problem = problem
+        logger.error("The disk at %s is not used. %s", disk.size.directory, problem)
+
+    def _opened(self, disk: Disk, tier: DiskTier, tiering: Tiering) -> None:
+        disk.tier = tier
+        if self._stopping:
+            tier.close(0.0)
+            return
+        logger.info(
+            "The disk at %s is open after %s, with %s blocks and a size of %s%s.",
+            disk.size.directory,
+            format_duration(tier.open_seconds),
+            format_count(tier.found_blocks),
+            format_size(disk.size.size_bytes),
+            "" if tier.direct else "; it uses the page cache, because it refuses O_DIRECT",
+        )
+        for fingerprint, generation in tier.found_generations.items():
+            known = self._generations.of(fingerprint)  # it may have been raised since the file was read
+            if not self._generations.accept(fingerprint, generation):
+                tier.remove_all(fingerprint)
+            if self._generations.of(fingerprint) > known:
+                self._drop_older(fingerprint)
+        tiering.disk_writer.budget.first_filling_bytes += max(0, disk.size.size_bytes - tier.lifetime_written_bytes)
+        tiering.add_disk(tier)
+
+    def _drop_older(self, fingerprint: bytes) -> None:
+        """Drop a namespace's blocks of lower generations from the pool and other disks, after a disk revealed a reset
+        that the state file had lost."""
+        generation = self._generations.of(fingerprint)
+        for disk in self:
+            if disk.tier is not None and disk.tier.found_generations.get(fingerprint, generation) < generation:
+                disk.tier.remove_all(fingerprint)
+        if (namespace := self._cache.namespaces.get(fingerprint)) is not None:
+            self._cache.reset(namespace, generation=generation)
+
+    # --- peers and stores ------------------------------------------------------------------------
+
+    def _start_peers(self) -> None:
+        """Start the helper, where peers are read or served."""
+        config = self._config
+        if not (config.peers or config.peer_listen):
+            return
+        if config.peer_listen:
+            self.peer_server = PeerServer(self._cache, self._clock, lambda: self._state.is_saved, self._generations)
+        secret = read_secret(config.peer_secret_file)
+        settings = HelperSettings(peer_addresses(config.peers), config.peer_listen, secret)
+        self.peer_helper = PeerHelper(settings, self._pool.place, self._peer_asks, self._peers_left)
+
     def _add_peers(self, tiering: Tiering, helper: PeerHelper) -> None:
         quiet = self._settings(WriteMode.NEVER)
-        for number, peer in enumerate(peer_places(self._config.peers)):
-            tier = self._shared_tier(peer and f"{PEER}{peer}", partial(PeerStore, helper, number), tiering)
+        for number, peer in enumerate(peer_addresses(self._config.peers)):
+            name = f"{PEER}{peer}" if peer else ""  # a place for a node that is not known yet
+            tier = self._shared_tier(name, partial(PeerStore, helper, number), tiering)
             source = tiering.add_store(tier, quiet)
             if peer:
                 self.shared.append(tier)
@@ -173,16 +265,6 @@ class TierSupervisor:
 
             every_s = self._config.limits.resolve_s
             self._resolver = NameResolver(self._names, self._config.peer_listen, every_s, answered)
-
-    def _start_peers(self) -> None:
-        """Start the helper, where peers are read or served."""
-        config = self._config
-        if not (config.peers or config.peer_listen):
-            return
-        if config.peer_listen:
-            self.peer_server = PeerServer(self._cache, self._clock, lambda: self._state.is_saved, self._generations)
-        settings = HelperSettings(peer_places(config.peers), config.peer_listen, read_secret(config.peer_secret_file))
-        self.peer_helper = PeerHelper(settings, self._pool.place, self._peer_asks, self._peers_left)
 
     def peer_at(self, host: str) -> str:
         """Return the name of a peer's tier; empty if it is neither configured, nor in a network or behind a name that
@@ -263,6 +345,8 @@ class TierSupervisor:
         for tier in self._every_shared:
             tier.tell(fingerprints)
 
+    # --- all of them -----------------------------------------------------------------------------
+
     def tick(self) -> None:
         """Do periodic work. A part that raises does not keep the others from it."""
         parts: list[Callable[[], object]] = [] if self.peer_server is None else [self.peer_server.tick]
@@ -282,9 +366,9 @@ class TierSupervisor:
         if (spent := self.tiering.disk_writer.budget.amount_to_persist()) is not None:
             self._state.save_disk_spent(spent)
 
-    def is_behind(self, fingerprint: bytes) -> bool:
-        """Return whether a namespace may have been cleared on all nodes since it was last open here: not every store
-        and peer has answered about it since. They are asked."""
+    def ask_if_behind(self, fingerprint: bytes) -> bool:
+        """Return whether a namespace may have been cleared on all nodes since it was last open here, or was and still
+        has blocks. At its first lookup the stores and peers are asked; it may until they have answered."""
         if asked_tiers := self._always_asked:
             now = self._clock()
             if (asked_at := self._asked_at.get(fingerprint)) is None:
@@ -293,9 +377,9 @@ class TierSupervisor:
                     tier.poll([fingerprint])
             # Each of them may be the only one that knows of a clear.
             has_silent = any(tier.answered_about(fingerprint) < asked_at for tier in asked_tiers)
-            is_late = has_silent and now < asked_at + FOLLOW_S
-            self._asked_at[fingerprint] = asked_at if is_late else -inf
-            if is_late:
+            are_awaited = has_silent and now < asked_at + FOLLOW_S
+            self._asked_at[fingerprint] = asked_at if are_awaited else -inf
+            if are_awaited:
                 return True
         return fingerprint in self._generations.voided
 
@@ -308,7 +392,7 @@ class TierSupervisor:
                 yield "disk_failed", f"{disk.problem} Restart the daemon to try it again."
             if disk.tier is None:
                 continue
-            if disk.tier.removed:
+            if disk.tier.is_unlinked:
                 yield (
                     "disk_file_removed",
                     f"A file of the disk at {name} was removed. Blocks are served until the daemon stops; the next one "
@@ -378,79 +462,6 @@ class TierSupervisor:
             logger.warning("The helper process for peers does not end.")
             closed = False
         return closed
-
-    def _begin_to_open(self, size: DiskSize, tiering: Tiering) -> None:
-        disk = Disk(size, CounterWindows(self._clock))
-        self._disks.append(disk)
-        # Not a thread of the executor: the process would wait for it at exit, and a disk may hang.
-        name, arguments = f"kvoffd-open-{Path(size.directory).name}", (disk, tiering)
-        start(opener := threading.Thread(target=self._open, args=arguments, name=name, daemon=True))
-        disk.opener = opener
-
-    def open_disk(self, size: DiskSize, listener: TierListener) -> DiskTier:
-        """Open a directory, or stop when the daemon does. For any thread. Raises KvoffdError."""
-        return DiskTier(
-            Path(size.directory),
-            size.size_bytes,
-            pool=self._pool.buffer,
-            clock=self._clock,
-            post=self._post,
-            listener=listener,
-            generation=self._generations.of,
-            should_stop=lambda: self._stopping,
-        )
-
-    def _open(self, disk: Disk, tiering: Tiering) -> None:
-        """Open a disk. Runs in a thread of its own."""
-        try:
-            tier = self.open_disk(disk.size, tiering)
-        except OpeningStopped:
-            return
-        except KvoffdError as error:
-            problem = error.message
-            self._post(lambda: self._failed(disk, problem))
-        except Exception as error:
-            logger.exception("The disk at %s could not be opened.", disk.size.directory)
-            problem = f"Opening failed inside the daemon: {error!r}."
-            self._post(lambda: self._failed(disk, problem))
-        else:
-            self._post(lambda: self._opened(disk, tier, tiering))
-
-    def _failed(self, disk: Disk, problem: str) -> None:
-        disk.problem = problem
-        logger.error("The disk at %s is not used. %s", disk.size.directory, problem)
-
-    def _opened(self, disk: Disk, tier: DiskTier, tiering: Tiering) -> None:
-        disk.tier = tier
-        if self._stopping:
-            tier.close(0.0)
-            return
-        logger.info(
-            "The disk at %s is open after %s, with %s blocks and a size of %s%s.",
-            disk.size.directory,
-            format_duration(tier.open_seconds),
-            format_count(tier.found_blocks),
-            format_size(disk.size.size_bytes),
-            "" if tier.direct else "; it uses the page cache, because it refuses O_DIRECT",
-        )
-        for fingerprint, generation in tier.found_generations.items():
-            known = self._generations.of(fingerprint)  # it may have been raised since the file was read
-            if not self._generations.accept(fingerprint, generation):
-                tier.remove_all(fingerprint)
-            if self._generations.of(fingerprint) > known:
-                self._drop_older(fingerprint)
-        tiering.disk_writer.budget.first_filling_bytes += max(0, disk.size.size_bytes - tier.lifetime_written_bytes)
-        tiering.add_disk(tier)
-
-    def _drop_older(self, fingerprint: bytes) -> None:
-        """Drop a namespace's blocks of lower generations from the pool and other disks, after a disk revealed a reset
-        that the state file had lost."""
-        generation = self._generations.of(fingerprint)
-        for disk in self:
-            if disk.tier is not None and disk.tier.found_generations.get(fingerprint, generation) < generation:
-                disk.tier.remove_all(fingerprint)
-        if (namespace := self._cache.namespaces.get(fingerprint)) is not None:
-            self._cache.reset(namespace, generation=generation)
 
 
 def shared_stores(config: Config) -> OpenStores:

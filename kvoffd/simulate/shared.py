@@ -168,7 +168,7 @@ class _Instant(Tier):
         self._post(lambda: on_end(Result.DONE, Block(group, key, tuple(0 for _ in ones), ones)))
         return True
 
-    def remove(self, group: BlockGroup, keys: Sequence[bytes], why: str) -> None:
+    def remove(self, group: BlockGroup, keys: Sequence[bytes], *, for_all_nodes: bool = False) -> None:
         """Do nothing: a replay removes nothing."""
 
     def available(self) -> bool:
@@ -289,7 +289,7 @@ class SimulatedStore(_Instant):
     def write(self, block: Block, offsets: Sequence[int], on_end: WriteEnd) -> bool:
         if self._objects.use(block.key):
             self.counters.already_stored += 1
-            result = Result.PRESENT
+            result = Result.EXISTED
         else:
             self._objects.put(block.key)
             self.counters.written_blocks += 1

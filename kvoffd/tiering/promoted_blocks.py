@@ -57,11 +57,11 @@ class PromotedBlocks:
         if not numbers.any():
             return None
         found = np.unique(numbers[numbers > 0]).tolist()
-        sources = {number: _source_of(self.sources[number - 1]) for number in found}
+        sources = {number: _as_counted(self.sources[number - 1]) for number in found}
         return LoadedKeys(largest.group.tokens, numbers.tobytes(), sources)
 
 
-def _source_of(source: Promotions) -> Source:
+def _as_counted(source: Promotions) -> Source:
     if not source.shared:
         return Source("disk", "disk")
     return Source("peer" if source.name.startswith(PEER) else "store", source.name)

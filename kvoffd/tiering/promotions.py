@@ -53,7 +53,7 @@ ENDED_AT_ONCE = 256
 READ_AGAIN_S = 60.0
 """Interval after which one read is tried even if it seems slower than computing: speeds change."""
 
-Lender = tuple[int, float]
+Reservation = tuple[int, float]
 """Pool bytes that another source has reserved, and its bytes per second."""
 
 
@@ -88,7 +88,7 @@ class Promotions:
         shared: bool,
     ) -> None:
         self.tier, self.shared, self._sources = tier, shared, sources
-        self.writer, self._promoted_blocks = writer, promoted_blocks
+        self.writer, self._promoted = writer, promoted_blocks
         self._cache, self._clock, self._patience_s, self._coming = cache, clock, settings.deadline_s, coming
         most_bytes = min(cache.slots.pool_bytes // 8, MAX_FILLING_BYTES)
         self.reads = SourceReads(tier, cache.leases, clock, settings.deadline_s, most_bytes)
@@ -179,9 +179,9 @@ class Promotions:
         """Begin up to ``most`` fills that may begin now. Queues without space are passed over."""
         without_space = 0  # queues
         too_large = inf  # the least bytes of a block for which the pool has no slots now
-        lenders = self._lenders()
+        reserved = self._reserved_by_others()
         for queue in list(islice(self._queues, MAX_LOOKED_AT)):
-            if not self._reserve(queue, lenders):
+            if not self._reserve(queue, reserved):
                 without_space += 1
                 if without_space > MAX_WITHOUT_SPACE:
                     queue.no_space_since = self._clock() - self._patience_s  # it ends with the next tick
@@ -193,7 +193,7 @@ class Promotions:
                 free = self.reads.free_bytes(queue.group.block_bytes)
                 if self._stopped or most <= 0 or (self.reads.under_way and free < queue.group.block_bytes):
                     return
-                if free < queue.group.block_bytes and self.reads.given_up:
+                if free < queue.group.block_bytes and self.reads.given_up:  # without these it would be read alone
                     self._note_no_space(queue, OVERDUE)
                     break
                 batch = list(islice(queue.fills, max(1, min(most, free // max(1, queue.group.block_bytes)))))
@@ -204,7 +204,7 @@ class Promotions:
                     too_large = queue.group.block_bytes
                     break
 
-    def _reserve(self, queue: FillQueue, lenders: Sequence[Lender]) -> bool:
+    def _reserve(self, queue: FillQueue, reserved: Sequence[Reservation]) -> bool:
         """Reserve pool space for all blocks of a prompt, unless it has that; return whether it has.
 
         Two prompts with a part each could block one another, so there must be space for what a store is being asked
@@ -226,11 +226,11 @@ class Promotions:
         nbytes = sum([one.queued_bytes for one in every]) + asked_bytes
         may_grow = leasable < self._cache.leases.most_bytes  # else there will never be more
         if nbytes > leasable and may_grow:
-            if not asked_bytes and lenders:
+            if not asked_bytes and reserved:
                 seconds = self._patience_s + max(
                     one.queued_bytes / (one.source.reads.speed.current or inf) for one in every
                 )
-                leasable += sum(max(0, reserved - int(speed * seconds)) for reserved, speed in lenders)
+                leasable += sum(max(0, its_bytes - int(speed * seconds)) for its_bytes, speed in reserved)
             if nbytes > leasable:
                 self._note_no_space(queue, NO_SPACE)
                 return False
@@ -239,8 +239,8 @@ class Promotions:
             one.source._count_reserved(one.queued_bytes)
         return True
 
-    def _lenders(self) -> list[Lender]:
-        """Return the other sources that have reserved space, and deliver blocks."""
+    def _reserved_by_others(self) -> list[Reservation]:
+        """Return what the other sources that deliver blocks have reserved."""
         if self._cache.leases.withheld_bytes == self.reserved_bytes:  # none has
             return []
         others = [source for source in self._sources if source is not self and source.reserved_bytes]
@@ -268,10 +268,11 @@ class Promotions:
             raise
         if not has_space:
             self._wait_or_fail(queue)
-        return not (not_begun and self._fail_absent(not_begun))
+        is_full = bool(not_begun) and self._fail_absent(not_begun)
+        return not is_full
 
     def _begin_reads(self, batch: Sequence[Fill], tickets: dict[int, FillTicket | None]) -> tuple[Sequence[Fill], bool]:
-        """Begin to read fills into the slots of ``tickets``, which are those of ``BlockStores.begin_fill``.
+        """Begin to read fills into the slots of ``tickets``: see ``BlockStores.begin_fill``.
 
         Return the fills that the tier did not begin, whose slots are free again, and whether all had slots.
         """
@@ -295,17 +296,17 @@ class Promotions:
         return not_begun, has_space
 
     def _fail_absent(self, not_begun: Sequence[Fill]) -> bool:
-        """Fail those of these fills whose blocks the tier does not have; return whether it has others, and accepts
-        these later."""
-        accepts_more = False
+        """Fail those of these fills whose blocks the tier does not have; return whether it has one of them, and only
+        accepts no more now."""
+        is_full = False
         for fill in not_begun:
             if not self.tier.available():
                 self._fail(fill, Result.DEADLINE)
             elif self.tier.find(fill.queue.block_group, [fill.key], prefix=False).states[0] == ABSENT:
                 self._fail(fill, Result.GONE)
             else:
-                accepts_more = True
-        return accepts_more
+                is_full = True
+        return is_full
 
     def _wait_or_fail(self, queue: FillQueue) -> None:
         """Have a queue wait for blocks that are pinned or being written; fail its fills if these are not the cause."""
@@ -332,11 +333,11 @@ class Promotions:
 
         Return whether there are more. A queue that gets space now has its turn instead: it waits for that only.
         """
-        now, lenders = self._clock(), self._lenders()
+        now, reserved = self._clock(), self._reserved_by_others()
         for queue in list(self._queues):
             if queue.no_space_since is None:
                 continue
-            may_begin = queue.fails_as == NO_SPACE and self._reserve(queue, lenders)
+            may_begin = queue.fails_as == NO_SPACE and self._reserve(queue, reserved)
             if queue.no_space_since is None or now - queue.no_space_since < self._patience_s:
                 continue
             if left <= 0:
@@ -361,7 +362,7 @@ class Promotions:
             self._count(fill.queue, under_way=-1)
             self._fail(fill, OVERDUE)
             self._cache.stores.drop_unfinished([fill.ticket], MissReason.TIER_LATE)
-        if 0 < len(overdue) < ENDED_AT_ONCE:
+        if 0 < len(overdue) < ENDED_AT_ONCE:  # these were all: the turn of those behind them begins
             self.reads.begin_turn()
         return len(overdue)
 
@@ -399,7 +400,7 @@ class Promotions:
                     self._cache.leases.hold(lease, ticket.blocks)
                 block_number = int(ticket.slots[0])
                 self.writer.was_read(block_number)
-                self._promoted_blocks.promoted(self, block_number)
+                self._promoted.promoted(self, block_number)
         except BaseException:
             self.settle(fill, MissReason.TIER_FAILED)  # lookups must not wait for it
             raise

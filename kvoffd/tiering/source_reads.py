@@ -97,8 +97,8 @@ class SourceReads:
         return was_given_up
 
     def overdue(self, most: int) -> list[Fill]:
-        """Return reads to give up: the first one, if its turn has taken too long; and if nothing has ended in its turn,
-        all reads that are as old, up to ``most``."""
+        """Return reads to give up, once the turn of the first has taken too long: the first alone, if another one has
+        ended in its turn; else the tier hangs, and they are all that began as long ago, up to ``most``."""
         now = self._clock()
         if not self.under_way or now - self._turn_at < self._patience_s:
             return []
@@ -108,7 +108,7 @@ class SourceReads:
         return list(islice(old, most))
 
     def give_up(self, fill: Fill) -> None:
-        """Give a read up. ``begin_turn`` follows the last one of those that are overdue."""
+        """Give a read up. Call ``begin_turn`` once no other is overdue."""
         del self.under_way[fill]
         self.under_way_bytes -= fill.queue.group.block_bytes
         self.given_up[fill] = None

@@ -47,10 +47,11 @@ class _Lookup:
     sources: Sequence[Promotions]
     """Sources that it can use now, in the order in which they are asked."""
     left_bytes: int
-    """Pool bytes that may still be promoted for it, negative if its READY keys are more than leases may pin: more would
-    evict its own beginning."""
+    """Pool bytes that may still be promoted for it: what leases may pin, less what it has. Negative if its READY keys
+    are more than that: anything else would evict its own beginning."""
     free_bytes: float
-    """Pool bytes that it may ask a source for: keys that got no space in their patience do not wait for it again."""
+    """Pool bytes that it may request; inf for any number, which may wait for space. A repeated lookup has a limit: keys
+    that got no space in their patience do not wait again."""
     asking_bytes: int = 0
     """Pool bytes of the keys that stores are being asked for."""
     queues: list[FillQueue] = field(default_factory=list)
@@ -62,7 +63,7 @@ class _Lookup:
         """Record a reason for some keys, by ascending indices, unless they were counted before."""
         if self.asked is None or not places:
             return
-        if places[-1] - places[0] == len(places) - 1:
+        if places[-1] - places[0] == len(places) - 1:  # as mostly: all in one call
             self.asked[part.number].mark(part.start + places[0], part.start + places[-1] + 1, reason)
             return
         for at in places:
@@ -78,20 +79,23 @@ class _Range:
         block_group: BlockGroup,
         keys: Sequence[bytes],
         states: memoryview,
-        coming: Mapping[bytes, Fill],
+        fills: Mapping[bytes, Fill],
         number: int,
         start: int,
     ) -> None:
-        self.group, self.block_group, self.keys, self.states, self.coming = group, block_group, keys, states, coming
-        """``block_group``: of the group, for tiers. ``states``: the lookup's answer. ``coming``: fills that exist
-        already."""
+        self.group, self.block_group, self.keys, self.states, self.fills = group, block_group, keys, states, fills
+        """``block_group``: of the group, for tiers. ``states``: the lookup's answer. ``fills``: those that exist
+        already, of any keys of the group."""
         self.number, self.start = number, start
         """Positions of the group in the request, and of the first key in the group."""
-        free = len(states) if not any(states) else 0
-        self.unfound = list(range(free)) or [at for at, state in enumerate(states) if state == FREE]
+        self.unfound: list[int] = []
         """Keys that are neither in the pool nor on their way, nor in a tier that was asked."""
-        if coming:
-            self.unfound = [at for at in self.unfound if keys[at] not in coming]
+        if any(states):
+            self.unfound = [at for at, state in enumerate(states) if state == FREE]
+        else:  # as mostly
+            self.unfound = list(range(len(states)))
+        if fills:
+            self.unfound = [at for at in self.unfound if keys[at] not in fills]
         self.there: dict[int, Promotions] = {}
         """Sources that have a key."""
         self.asking: dict[int, tuple[Tier, ...]] = {}
@@ -120,7 +124,7 @@ class _Range:
                 self.unfound = list(absent)
             elif answered:
                 self._take_answers([(source, found) for source, found, _ in answered])
-            if None in self.questions or len(self.asking) < len(self.keys):
+            if None in self.questions or len(self.asking) < len(self.keys):  # not all of them about all keys
                 self.questions = []
 
     def _take_answers(self, answers: Sequence[tuple[Promotions, bytes]]) -> None:
@@ -201,13 +205,13 @@ class TierLookups:
         left_bytes = self._cache.leases.most_bytes - sum(one.reads.given_up_bytes for one in self._sources) - held_bytes
         lookup = _Lookup(lease, asked, sources, left_bytes, free_bytes)
         answer, may_grow = list(map(bytearray, states)), False
-        for number, limit in _whole_prefixes_first(namespace, groups, answer):
-            start = run_end(answer[number]) if limit is None else 0
-            keys: list[bytes] = np.frombuffer(groups[number][1], namespace.key_type)[start:limit].tolist()
+        for number, window_end in _whole_prefixes_first(namespace, groups, answer):
+            start = run_end(answer[number]) if window_end is None else 0
+            keys: list[bytes] = np.frombuffer(groups[number][1], namespace.key_type)[start:window_end].tolist()
             group, block_group = every[number], block_group_of(every[number])
-            shown, coming = memoryview(answer[number])[start:limit], self._coming.get(block_group.tag, {})
-            part = _Range(group, block_group, keys, shown, coming, number, start)
-            if limit is None:
+            shown, fills = memoryview(answer[number])[start:window_end], self._coming.get(block_group.tag, {})
+            part = _Range(group, block_group, keys, shown, fills, number, start)
+            if window_end is None:
                 may_grow |= self._find_run(lookup, part)
             else:
                 self._find_window(lookup, part, may_grow=may_grow)
@@ -236,8 +240,8 @@ class TierLookups:
         """Return the available sources that a lookup under a lease may use, in the order in which they are asked.
 
         If it names a peer that is available: that peer, disks and stores. Else all but the peers of networks, and those
-        peers first that had something last. In
-        ``asked`` those that are down are recorded, except peers that the lookup does not name.
+        peers first that had something last. Those that are down are recorded in ``asked``, except peers that it does
+        not name.
         """
         fingerprint, named = lease.namespace.fingerprint, lease.peer
         # A place that has no peer has no name, and neither has a lookup that names none.
@@ -262,10 +266,11 @@ class TierLookups:
         states, end = bytes(part.states), len(part.keys)
         if WRITING in states:  # an engine may never finish what it is writing
             writing = (at for at, state in enumerate(states) if state == WRITING)
-            end = next((at for at in writing if part.keys[at] not in part.coming), end)
+            end = next((at for at in writing if part.keys[at] not in part.fills), end)
             part.unfound = [at for at in part.unfound if at < end]
         remaining = part.unfound
-        if not any(source.shared for source in lookup.sources):  # disks mostly lack the first key
+        if not any(source.shared for source in lookup.sources):
+            # Disks mostly lack the first key, and to look for one is faster than for all.
             part.unfound = remaining[:1]
             part.look(lookup.sources, prefix=True)
             remaining = remaining[1:] if part.there else []
@@ -278,9 +283,9 @@ class TierLookups:
         if part.asking:
             self._await_answers(lookup, part, prefix=True)
         places = set(part.there)
-        if part.coming:
-            coming = (at for at in range(end) if part.keys[at] in part.coming)
-            places |= {at for at in coming if states[at] != READY}  # else it was stored while its fill was queued
+        if part.fills:
+            has_fill = (at for at in range(end) if part.keys[at] in part.fills)
+            places |= {at for at in has_fill if states[at] != READY}  # else it was stored while its fill was queued
         self._request(lookup, part, sorted(at for at in places if at < end))
         return bool(part.asking)
 
@@ -295,7 +300,7 @@ class TierLookups:
         for shared in (False, True):
             part.look([source for source in lookup.sources if source.shared is shared], prefix=False)
             there = [
-                state in READY_OR_COMING or key in part.coming or at in part.there
+                state in READY_OR_COMING or key in part.fills or at in part.there
                 for at, (key, state) in enumerate(zip(part.keys, part.states, strict=True))
             ]
             window = last_window(there, spec)
@@ -447,7 +452,8 @@ def last_window(there: Sequence[bool], spec: GroupSpec) -> range:
 def _whole_prefixes_first(
     namespace: Namespace, groups: Sequence[tuple[int, bytes]], states: Sequence[bytearray]
 ) -> Iterator[tuple[int, int | None]]:
-    """Yield the groups of a lookup by index, with the number of keys that a window may need; None for whole prefixes.
+    """Yield the groups of a lookup by index, with the end of the keys that a window may need; None for one that needs
+    the whole prefix.
 
     Groups that need the whole prefix come first: ``states`` then tell its length, which limits the windows.
     """

@@ -71,7 +71,7 @@ class Tiering:
         self.sources: list[Promotions] = []
         """The disks of this node, then shared stores in the order of asking."""
         self._disk_settings, self._disk_tiers = settings, list[Tier]()
-        self.writers = [self._make_writer(self._disk_tiers, settings, lambda: self.disks, shared=False)]
+        self.writers = [self._make_writer(self._disk_tiers, settings, shared=False)]
         """The writer of the disks, then those of the stores."""
         self._promoted_blocks, self._unanswered = PromotedBlocks(len(cache.blocks.state)), UnansweredKeys(cache)
         self.lookups = TierLookups(cache, self.sources, self._coming, self._unanswered, is_unshared)
@@ -99,10 +99,9 @@ class Tiering:
 
     def add_store(self, tier: Tier, settings: TieringSettings) -> Promotions:
         """Add a store that nodes share, for blocks that neither the pool nor the earlier sources have."""
-        number, added = len(self._promoted_blocks.sources), self._promoted_blocks.sources
-        writer = self._make_writer([tier], settings, lambda: added[number : number + 1], shared=True)
+        writer = self._make_writer([tier], settings, shared=True)
         source = self._make_source(tier, settings, writer, shared=True)
-        added.append(source)
+        self._promoted_blocks.sources.append(source)
         self.sources.append(source)
         self.writers.append(writer)
         return source
@@ -122,15 +121,14 @@ class Tiering:
         parts = self._cache, self._clock, self._coming, self.sources, writer, self._promoted_blocks
         return Promotions(tier, settings, *parts, shared=shared)
 
-    def _make_writer(
-        self, tiers: list[Tier], settings: TieringSettings, sources: Callable[[], list[Promotions]], *, shared: bool
-    ) -> Writer:
-        return Writer(
+    def _make_writer(self, tiers: list[Tier], settings: TieringSettings, *, shared: bool) -> Writer:
+        writer = Writer(
             *(self._cache, tiers, self._clock, settings),
-            idle=lambda: not any(source.waiting_blocks for source in sources()),
+            idle=lambda: not any(source.waiting_blocks for source in self.sources if source.writer is writer),
             engines_busy=self._engines_busy,
             leaves_out=self.is_unshared if shared else lambda fingerprint: False,
         )
+        return writer
 
     def replace_source(self, source: Promotions, settings: TieringSettings) -> Promotions:
         """Replace an idle source whose tier serves another peer from now on, of which nothing is known yet."""
@@ -191,7 +189,7 @@ class Tiering:
         for source in self.sources:
             # Other nodes use a store's blocks; bytes that are wrong here are not wrong there.
             if not source.shared or why is not MissReason.CORRUPT:
-                source.tier.remove(block_group, single_keys, why.name.lower())
+                source.tier.remove(block_group, single_keys, for_all_nodes=why is MissReason.PARTIAL)
 
     def cancel_promotions(self, namespace: Namespace) -> None:
         for keys in list(self._coming.values()):

@@ -29,7 +29,7 @@ class _Run:
         self.asked, self.first, self.questions, self.found = asked, first, questions, 0
 
 
-class _Keys:
+class _LookupKeys:
     """Keys of a lookup that stores are being asked for: one store, or several peers.
 
     Args:
@@ -59,7 +59,7 @@ class UnansweredKeys:
 
     def __init__(self, cache: Cache) -> None:
         self._cache = cache
-        self._by_key: dict[Namespace, dict[tuple[Tier, int], dict[bytes, tuple[tuple[_Keys, int], ...]]]] = {}
+        self._by_key: dict[Namespace, dict[tuple[Tier, int], dict[bytes, tuple[tuple[_LookupKeys, int], ...]]]] = {}
         """Lookups by namespace, by the store that is asked and the tag, and by key, with the key's position."""
         self._runs: dict[object, _Run] = {}
         """Lookups all of whose keys are in one question to a store, or in one to each of several peers, by question."""
@@ -72,11 +72,11 @@ class UnansweredKeys:
         self, tiers: Sequence[Tier], tag: int, keys: Sequence[bytes], asked: AskedKeys, positions: Sequence[int]
     ) -> None:
         """Add keys of a lookup that each of these stores is being asked for, and their positions in it."""
-        lookup = _Keys(asked, dict.fromkeys(positions, len(tiers)) if len(tiers) > 1 else None)
+        its_keys = _LookupKeys(asked, dict.fromkeys(positions, len(tiers)) if len(tiers) > 1 else None)
         for tier in tiers:
             by_key = self._by_key.setdefault(asked.namespace, {}).setdefault((tier, tag), {})
             for key, position in zip(keys, positions, strict=True):
-                by_key[key] = (*by_key.get(key, ()), (lookup, position))
+                by_key[key] = (*by_key.get(key, ()), (its_keys, position))
 
     def forget(self, namespace: Namespace) -> None:
         """Drop the keys of a namespace that was forgotten."""
@@ -99,28 +99,28 @@ class UnansweredKeys:
                 run.asked.set(run.first + run.found, bytes([IN_A_TIER]) * more)
                 run.found += more
             run.questions -= 1
-            if not run.questions:
+            if not run.questions and run.found < len(keys):
                 self._cache.prompts.tier_lacks(run.asked, run.first + run.found, len(keys) - run.found)
         by_tier, tier_and_tag = self._by_key.get(namespace, {}), (tier, block_group.tag)
         if not (by_key := by_tier.get(tier_and_tag)):
             return
-        lookups = [by_key.pop(key, ()) for key in keys]
+        waiting = [by_key.pop(key, ()) for key in keys]
         if not by_key:
             del by_tier[tier_and_tag]
-        for asked in {lookup.asked: None for its in compress(lookups, map(not_, found)) for lookup, _ in its}:
+        for asked in {one.asked: None for of_key in compress(waiting, map(not_, found)) for one, _ in of_key}:
             _record_answer(tier, asked, is_down=is_down)
         askers = [
-            [(lookup.asked, position) for lookup, position in its if lookup.settle(position, is_there=is_there)]
-            for its, is_there in zip(lookups, found, strict=True)
+            [(one.asked, position) for one, position in of_key if one.settle(position, is_there=is_there)]
+            for of_key, is_there in zip(waiting, found, strict=True)
         ]
         namespace.counters.found_shared += sum(map(len, compress(askers, found)))
-        for asked, position, count in _runs(compress(askers, found)):
+        for asked, position, count in _joined(compress(askers, found)):
             asked.set(position, bytes([IN_A_TIER]) * count)
-        for asked, position, count in _runs(compress(askers, map(not_, found))):
+        for asked, position, count in _joined(compress(askers, map(not_, found))):
             self._cache.prompts.tier_lacks(asked, position, count)
 
 
-def _runs(askers: Iterable[Sequence[Asker]]) -> Iterator[tuple[AskedKeys, int, int]]:
+def _joined(askers: Iterable[Sequence[Asker]]) -> Iterator[tuple[AskedKeys, int, int]]:
     """Yield the askers of keys joined to runs: the keys of a lookup, the position of a first one, and their number."""
     runs: dict[AskedKeys, tuple[int, int]] = {}
     for askers_of_key in askers:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import Enum, auto
 from functools import partial
 from itertools import compress, islice
 from math import inf
@@ -217,7 +218,8 @@ class Selection:
         hits = [float(ordered[:part, at].sum()) for at, part in enumerate(parts)]
         self._stay = max(at for at, each in enumerate(hits) if each >= WORTH * max(hits))
         chances = ordered[:, self._stay]
-        # Of blocks with equal chances that are together too many, none is chosen, unless no block has a higher chance.
+        # If the first block that does not fit has the same chance as some that do, none of these is chosen, unless no
+        # block has a higher chance.
         fitting = chances[chances > chances[min(parts[self._stay], len(chances) - 1)]]
         self._least = float(fitting[-1] if len(fitting) else chances[0])
 
@@ -228,6 +230,16 @@ class Selection:
     def deciding(self, chances: npt.NDArray[np.float64]) -> tuple[npt.NDArray[np.float64], float]:
         """Return the chances that decide, and the least one that is enough."""
         return chances[:, self._stay], self._least
+
+
+class _Begun(Enum):
+    """Result of an attempt to begin a write."""
+
+    YES = auto()
+    REFUSED = auto()
+    """No tier takes this block."""
+    NOTHING_NOW = auto()
+    """Nor can another block be written now."""
 
 
 class _Evicted(NamedTuple):
@@ -279,8 +291,8 @@ class Writer:
         self._is_spent = False
         """Whether the budget did not allow the last write that was tried."""
         self._most_under_way = inf
-        """Number of running writes above which no other is tried: the tiers accepted no more; a try is expensive. -1 if
-        they refuse writes."""
+        """Number of running writes above which none is tried, since a try is expensive: the tiers accepted no more. inf
+        if they did, -1 if they refuse writes."""
         self._under_way_limit = min(cache.slots.pool_bytes // 16, MAX_WRITING_BYTES)
         """Bytes of the pool that may be read, and are pinned, at once."""
         self._cold_bytes = cache.slots.pool_bytes // COLD_DIVISOR
@@ -333,16 +345,16 @@ class Writer:
 
     def evicted(self, group: Group, blocks: BlockIds, keys: Sequence[bytes]) -> None:
         """Record blocks about to leave the pool. An engine's store waits for it."""
-        if self.mode is WriteMode.NEVER or not self._takes(group):
+        if self.mode is WriteMode.NEVER or not self._writes(group):
             if self.waiting:
                 for block in blocks.tolist():
                     self.waiting.pop(block, None)
             return
-        reasons, otherwise = [], LATE if self.budget.allows(sum(group.lengths)) else BUDGET
+        reasons, not_rejected = [], LATE if self.budget.allows(sum(group.lengths)) else BUDGET
         for block, sequence in zip(blocks.tolist(), self._sequences[blocks].tolist(), strict=True):
             self.waiting.pop(block, None)
-            rejected_sequence, reason = self._rejected.pop(block, (0, otherwise))
-            reasons.append(reason if rejected_sequence == sequence else otherwise)
+            rejected_sequence, reason = self._rejected.pop(block, (0, ""))
+            reasons.append(reason if rejected_sequence == sequence else not_rejected)
         self._evicted.append(_Evicted(group, keys, reasons))
 
     def stop(self) -> None:
@@ -365,7 +377,7 @@ class Writer:
         """Count blocks that left the pool and are in no tier."""
         evicted, self._evicted = self._evicted, []
         for group, keys, reasons in evicted:
-            if self._takes(group):
+            if self._writes(group):
                 self.not_written += Counter(compress(reasons, self._are_wanted(group, keys)))
 
     def _look_at_cold_end(self, before: dict[int, tuple[int, str]]) -> None:
@@ -429,10 +441,10 @@ class Writer:
                 full = self.under_way_bytes >= self._under_way_limit or (busy and self._trickle_left <= 0)
                 if full or len(begun) == MAX_BEGUN:
                     return
-                if (is_begun := self._begin(write, targets, busy)) is False:
+                if (is_begun := self._begin(write, targets, busy)) is _Begun.NOTHING_NOW:
                     return
                 del self.waiting[write.number]
-                if is_begun:
+                if is_begun is _Begun.YES:
                     begun.append(write.block)
 
     def _targets(self) -> list[Tier]:
@@ -458,29 +470,29 @@ class Writer:
                 del self.waiting[block]
         return [chosen[block] for block in batch if block in chosen]
 
-    def _begin(self, write: BlockWrite, targets: Sequence[Tier], busy: bool) -> bool | None:
-        """Begin to write a block. Return False if nothing more can begin now; None if no tier takes this block."""
+    def _begin(self, write: BlockWrite, targets: Sequence[Tier], busy: bool) -> _Begun:
         nbytes = write.copy.group.nbytes
         write.fills, write.trickles = self.budget.first_filling_bytes > 0, busy
         self._is_spent = not self.budget.take(nbytes)
         if self._is_spent:
             self.waiting.clear()  # they wait again when they are used again, or next to be evicted
-            return False
+            return _Begun.NOTHING_NOW
         if not any(tier.write(write.copy, write.offsets, partial(self._on_end, write)) for tier in targets):
             self.budget.refund(nbytes, fills=write.fills)
             if self.under_way:  # there were too many at once
                 self._most_under_way = len(self.under_way) / 2
-                return False
+                return _Begun.NOTHING_NOW
             if not self.works:
                 self._most_under_way = -1  # none is tried before the next tick
-                return False
+                return _Begun.NOTHING_NOW
             # A disk may have no slot now, as while it frees a region of blocks of another size.
             group, key = write.copy.group, write.copy.key
-            return False if any(accepts_writes(tier) and tier.takes(group, key) for tier in targets) else None
+            is_taken_later = any(accepts_writes(tier) and tier.takes(group, key) for tier in targets)
+            return _Begun.NOTHING_NOW if is_taken_later else _Begun.REFUSED
         self.under_way[write.number] = write
         self.under_way_bytes += nbytes
         self._trickle_left -= nbytes if busy else 0
-        return True
+        return _Begun.YES
 
     def _enqueue(self, blocks: BlockIds) -> None:
         blocks = blocks[: MAX_WAITING - len(self.waiting)]
@@ -493,7 +505,7 @@ class Writer:
         ready: BlockIds = blocks[same & (self._cache.blocks.state[blocks] == READY)]
         return ready
 
-    def _takes(self, group: Group) -> bool:
+    def _writes(self, group: Group) -> bool:
         """Return whether blocks of a group are written at all. A bench's are not."""
         namespace = group.namespace
         return bool(self._tiers) and not (
@@ -509,7 +521,7 @@ class Writer:
 
     def _unwritten(self, group: Group, blocks: BlockIds) -> tuple[BlockIds, list[bytes]]:
         """Return the blocks that are written, in no tier and not being written, and their keys."""
-        if not blocks.size or not self._takes(group):
+        if not blocks.size or not self._writes(group):
             return blocks[:0], []
         keys = self._cache.blocks.split_keys(blocks, group.key_bytes)
         wanted = self._are_wanted(group, keys) & [block not in self.under_way for block in blocks.tolist()]
@@ -538,7 +550,7 @@ class Writer:
         if result is Result.DONE:
             self.written_blocks += 1
             self.written_bytes += nbytes
-        elif result is Result.PRESENT:
+        elif result is Result.EXISTED:
             self.budget.refund(nbytes, fills=write.fills)
             self._trickle_left += nbytes if write.trickles else 0
             if self._judges:

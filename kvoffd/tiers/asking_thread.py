@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TypeAlias
 
-from kvoffd.tiers.block_threads import LOST, StoreThread
+from kvoffd.tiers.block_threads import NO_ANSWER, StoreThread
 from kvoffd.tiers.generations import is_sound
 from kvoffd.tiers.header import BlockGroup, stored_group
 from kvoffd.tiers.store import UNKEPT, StoreError, StoreUsage
 
-PROBE_S = 1.0
-LOOK_DEADLINE_S = 0.5
+PROBE_S, LOOK_DEADLINE_S = 1.0, 0.5
+"""Limits for the answer to a probe, and about how full the store is."""
 ASK_PATIENCE_S = 0.08
 """Time beyond an ask's deadline after which its connection is closed; beyond the deadline it counts as a failure."""
 
@@ -99,7 +98,7 @@ class AskingThread(StoreThread):
                 yield None
 
     def _probe(self) -> None:
-        """Check whether the store serves, and have the breaker know."""
+        """Check whether the store serves, and tell the breaker."""
         answers = False
         try:
             self._store.connect()
@@ -118,7 +117,7 @@ class AskingThread(StoreThread):
             self._store.connect()
             return self._store.usage(self._clock() + LOOK_DEADLINE_S)
         except StoreError as error:
-            if error.kind not in LOST:
+            if error.kind not in NO_ANSWER:
                 return None
             self._fail(error, "")
             return error
@@ -137,8 +136,7 @@ class AskingThread(StoreThread):
                 if found and (began >= ask.deadline or (ask.prefix and False in found)):
                     break
                 until = began + self._tier.ask_deadline_s + ASK_PATIENCE_S
-                find = partial(self._find, ask, ask.keys[at : at + most], until)
-                generation, there = self._exchange(ask.group.fingerprint, find, until)
+                generation, there = self._ask_part(ask, ask.keys[at : at + most], until)
                 found += there
                 is_slow |= self._clock() - began > self._tier.ask_deadline_s
         except Exception as error:
@@ -166,17 +164,12 @@ class AskingThread(StoreThread):
             self._fail(error, "ask")
             return None
         self._record_success(self._clock() - began > self._tier.ask_deadline_s)
-        each = list(zip(poll.fingerprints, ours, theirs, strict=True))
-        agreed = [self._agreed(*one) for one in each]
-        # Whatever becomes of these, what was answered counts: else this node would hear of no clear.
-        for (fingerprint, mine, its), valid in zip(each, agreed, strict=True):
-            if valid is not None and isinstance(its, int) and its < mine and self._clock() < until:
-                self._give_back_lost(fingerprint, its, mine, until)
-        return PollAnswer(agreed, seconds)
+        each = zip(poll.fingerprints, ours, theirs, strict=True)
+        return PollAnswer([self._agree(*one, until) for one in each], seconds)
 
-    def _agreed(self, fingerprint: bytes, ours: int, theirs: int | StoreError) -> int | None:
-        """Return the higher of this node's and the store's generation of a namespace; None, and count a failure, if the
-        store has no valid one."""
+    def _agree(self, fingerprint: bytes, ours: int, theirs: int | StoreError, deadline: float) -> int | None:
+        """Return the higher of this node's and the store's generation of a namespace, after giving it back to a store
+        that lost it. If the store has no valid one, count a failure, and return None."""
         try:
             if isinstance(theirs, StoreError):
                 raise theirs
@@ -184,16 +177,13 @@ class AskingThread(StoreThread):
         except StoreError as error:
             self._fail(error, "ask")
             return None
+        if theirs < ours and self._clock() < deadline:
+            try:
+                self._store.connect()  # an earlier one may have been refused, which closes the connection
+                self._give_back(fingerprint, theirs, ours, deadline)
+            except Exception as error:  # the store has answered all the same: else this node would hear of no clear
+                self._fail(error, "" if self._store.follows else "write")
         return max(theirs, ours)
-
-    def _give_back_lost(self, fingerprint: bytes, theirs: int, ours: int, deadline: float) -> None:
-        """Raise the generation of a store that lost it, over a new connection if an earlier one was refused; or count a
-        failure."""
-        try:
-            self._store.connect()
-            self._give_back(fingerprint, theirs, ours, deadline)
-        except Exception as error:
-            self._fail(error, "" if self._store.follows else "write")
 
     def _record_success(self, is_slow: bool) -> None:
         """Record an answer. Detecting that one of several servers is down takes time, but does not slow the others."""
@@ -202,39 +192,28 @@ class AskingThread(StoreThread):
         else:
             self._breaker.succeeded("ask")
 
-    def _find(self, ask: Ask, keys: Sequence[bytes], deadline: float, ours: int) -> tuple[int, list[bool]]:
-        """Return the namespace's generation in the store, and whether each key has a block of our generation."""
-        group = stored_group(ask.group, ours)
-        theirs, found = self._store.ask(group, keys, deadline, prefix=ask.prefix)
+    def _ask_part(self, ask: Ask, keys: Sequence[bytes], deadline: float) -> tuple[int, list[bool]]:
+        """Ask about some keys by this node's generation of the namespace, and again if the store's is higher. Return
+        the higher one, and whether each key has a block of it."""
+        group, fingerprint = ask.group, ask.group.fingerprint
+        ours = self._tier.generations.fleet(fingerprint)
+        generation, found = self._store.ask(stored_group(group, ours), keys, deadline, prefix=ask.prefix)
+        if checked(generation, fingerprint) > ours:
+            generation, found = self._store.ask(stored_group(group, generation), keys, deadline, prefix=ask.prefix)
+            checked(generation, fingerprint)
+        elif generation < ours:
+            self._give_back(fingerprint, generation, ours, deadline)
+            generation = ours
         if len(found) != len(keys):
             raise StoreError("protocol", f"{len(keys)} keys were requested, but {len(found)} answered.")
-        return theirs, found
-
-    def _exchange(
-        self, fingerprint: bytes, ask: Callable[[int], tuple[int, list[bool]]], deadline: float
-    ) -> tuple[int, list[bool]]:
-        """Ask by this node's generation of a namespace, and again if the store's is higher. Returns the generation that
-        the answer is of, and the answer.
-
-        Args:
-            ask: asks by our generation; returns the store's, and the answer.
-        """
-        ours = self._tier.generations.fleet(fingerprint)
-        theirs, found = ask(ours)
-        if checked(theirs, fingerprint) == ours:
-            return ours, found
-        if theirs > ours:
-            newer, found = ask(theirs)
-            return checked(newer, fingerprint), found
-        self._give_back(fingerprint, theirs, ours, deadline)
-        return ours, found
+        return generation, found
 
     def _give_back(self, fingerprint: bytes, theirs: int, ours: int, deadline: float) -> None:
-        """Raise the generation of a store that lost it, but not blocks of an older one: it must not return those."""
+        """Raise the generation of a store that lost it, so that no node reads blocks of the older one again."""
         try:
             self._store.raise_generation(fingerprint, theirs, ours, deadline)
         except StoreError as error:
-            if error.kind in LOST:
+            if error.kind in NO_ANSWER:
                 raise
             if error.kind != UNKEPT:  # else the peer has followed, and lends what is safe
                 self._fail(error, "" if self._store.follows else "write")  # a node with write permission does it

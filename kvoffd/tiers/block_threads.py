@@ -20,8 +20,8 @@ LATE_SHARE = 0.75
 """Part of a read's patience after which a failed read is not retried."""
 WRITE_S = 10.0
 """Limit for writing a few blocks, or for removing a thousand."""
-LOST = ("timeout", "disconnected", "unreachable", "tls", "internal")
-"""Kinds of write errors that are not answers of the server."""
+NO_ANSWER = ("timeout", "disconnected", "unreachable", "tls", "internal")
+"""Kinds of errors that are no answer of the server."""
 
 
 @dataclass(slots=True, eq=False)
@@ -68,7 +68,8 @@ def _nbytes(work: BlockWork) -> int:
 
 
 def take_batch(store: Store, waiting: deque[BlockWork]) -> list[BlockWork]:
-    """Take half of the waiting blocks, if many, limited to what a connection takes at once; or one removal."""
+    """Take half of the waiting blocks, since another thread takes the rest: at least a quarter of what a connection
+    takes at once, at most all of that. Or take one removal."""
     most = min(store.blocks_at_once, max(store.blocks_at_once // 4, len(waiting) // 2))
     batch = [waiting.popleft()]
     left = store.bytes_at_once - _nbytes(batch[0])
@@ -87,8 +88,8 @@ class StoreThread:
         self._tier, self._breaker, self._store, self._clock = tier, tier.breaker, store, clock
 
     def _fail(self, error: Exception, work: str) -> None:
-        """Report a failure. It counts for the breaker unless the server answered: it refuses writes, or the stored
-        generation is invalid."""
+        """Report a failure of some ``work``, for which the breaker counts it; empty if it shall not. It does not either
+        if the server answered: it refuses writes, or the stored generation is invalid."""
         if not isinstance(error, StoreError):  # a bug in the store's code
             self._store.close()
             why = f"It failed unexpectedly: {error!r}; please report the log's traceback."
@@ -96,7 +97,7 @@ class StoreThread:
             error.__cause__ = cause
         if self._tier.closed:
             return
-        refuses_writes = work == "write" and error.kind not in LOST
+        refuses_writes = work == "write" and error.kind not in NO_ANSWER
         if work and not refuses_writes and error.kind != "generation":
             self._breaker.failed(work, at_once=error.final)
         reported = error
@@ -184,7 +185,7 @@ class BlockThread(StoreThread):
             self._fail(StoreError("full", why), "write")
         self._breaker.succeeded("write")
         each = iter(stored)
-        return [Result.PRESENT if known else Result.DONE if next(each) else Result.FAILED for known in there]
+        return [Result.EXISTED if known else Result.DONE if next(each) else Result.FAILED for known in there]
 
 
 def _verified(read: ObjectRead, received: Received) -> Block | None:

@@ -38,7 +38,7 @@ HANG_TIMEOUT_S = 10.0
 _MIN_PAUSE_S, _MAX_PAUSE_S = 1.0, 60.0
 """Pause after a failed write, doubled up to the latter."""
 _PUT_ASIDE_DIVISOR = 100
-"""Blocks of the tier per slot that may be unused for good after a failed write."""
+"""Least number of the tier's blocks for each slot that stays unused for good after a failed write."""
 FULL_PART = 15 / 16
 """The tier counts as full from this part of the bytes held at the last eviction: with regions of several sizes, some
 never fill up."""
@@ -102,7 +102,9 @@ class DiskTier(Tier):
         self._map = DiskMap(file)
         self._most_blocks = most_blocks(file.size_bytes)
         self._writing: dict[tuple[int, bytes], SlotJob] = {}
+        """Running writes by tag and key. One that is removed leaves it, and its block is dropped at its end."""
         self._used_when_full = 0
+        """Bytes of the used slots at the last eviction: see ``FULL_PART``."""
         self._to_overwrite: dict[int, list[int]] = {}
         """Slots of evicted blocks by slot size. The next writes overwrite these and their records; until then a later
         daemon would find the blocks."""
@@ -114,15 +116,17 @@ class DiskTier(Tier):
             self.found_generations = self._map.open(generation, should_stop)
             """Highest generation of the blocks found, by fingerprint."""
             self._reads = make_reads(name, file, pool, options.most_reads, self._read_ended, post, clock)
-            writer = BlockWriter(file, pool, options.merge_bytes, wall_clock)
-            writes = [writer.write] * options.writers, self._bug, self._write_ended, post, clock
             with OnError(lambda: self._reads.close(time.monotonic() + HANG_TIMEOUT_S)):
-                self._writes = make_workers(f"{name}-w", *writes, writer.next)
+                writer = BlockWriter(file, pool, options.merge_bytes, wall_clock)
+                works = [writer.write] * options.writers
+                make = partial(make_workers, failed=self._bug, post=post, clock=clock)
+                self._writes = make(f"{name}-w", works, on_end=self._write_ended, take=writer.next)
                 with OnError(lambda: self._writes.close(time.monotonic() + HANG_TIMEOUT_S)):
                     self._clearing = Clearing(
                         file,
                         self._map,
-                        lambda write, ended: make_workers(f"{name}-n", [write], self._bug, ended, post, clock),
+                        self.counters,
+                        partial(make, f"{name}-n"),
                         post,
                         lambda group, keys: listener.blocks_removed(self, group, keys),
                         self._error,
@@ -193,7 +197,7 @@ class DiskTier(Tier):
 
     def _read_ended(self, job: SlotJob, end: End) -> None:
         region, place = job.region, job.place
-        # A pinned slot gets no other block: one that it has is the one that was read.
+        # The slot was pinned, and got no other block: if it has one, that is the block that was read.
         known = self._map.by_number.get(region.groups[place])
         is_current = known is not None and self._map.is_readable(known)
         if not is_current and end.result in (Result.DONE, Result.CORRUPT):
@@ -215,16 +219,20 @@ class DiskTier(Tier):
     # --- writing ---------------------------------------------------------------------------------
 
     def write(self, block: Block, offsets: Sequence[int], on_end: WriteEnd) -> bool:
-        group, key, now = block.group, block.key, self._clock()
+        group, key = block.group, block.key
         if not self.wants(group, [key])[0]:
             return False
-        known = self._known(group)
+        known = self._map.known(group) or KnownGroup(group)
+        if not self._fits(known, key):
+            self._report_too_large(group)
+            return False
         most = 1 if self.refuses_writes() else self._options.most_writes
-        takes = self.available() and len(self._writing) < most and now >= self._write_at
-        if not takes or not self._fits(known, key) or (slot := self._take(known.slot_bytes)) is None:
+        if not self.available() or len(self._writing) >= most or self._clock() < self._write_at:
+            return False
+        if (slot := self._take(known.slot_bytes)) is None:
             return False
         assert all(block.checksums), "without checksums, a damaged block could not be detected"
-        if known.number > self._map.last_number:
+        if not known.number:
             self._add_group(known)
         self._writing[group.tag, key] = job = self._job(known, key, slot, offsets, on_end)
         job.block = block
@@ -232,34 +240,32 @@ class DiskTier(Tier):
         return True
 
     def takes(self, group: BlockGroup, key: bytes) -> bool:
-        return self._fits(self._known(group), key)
-
-    def _known(self, group: BlockGroup) -> KnownGroup:
-        """Return a group as it is, or will be, known."""
-        return self._map.known(group) or KnownGroup(group, self._map.last_number + 1)
+        return self._fits(KnownGroup(group), key)
 
     def _add_group(self, known: KnownGroup) -> None:
-        """Add a group that has no block yet. It replaces one of another geometry, whose blocks are removed."""
+        """Add a new group. It replaces one of another geometry, whose blocks are removed."""
         tag = known.group.tag
         if (before := self._map.readable_by_tag.get(tag)) is not None:
             written = [key for other, key in self._writing if other == tag]
-            self.remove(before.group, [*self._map.keys_of(before), *written], "")
+            self.remove(before.group, [*self._map.keys_of(before), *written])
             del self._map.by_number[before.number]
-        self._map.last_number = known.number
+        known.number = self._map.last_number = self._map.last_number + 1
         self._map.readable_by_tag[tag] = self._map.by_number[known.number] = known
 
     def _fits(self, known: KnownGroup, key: bytes) -> bool:
-        """Return whether the tier can have blocks of this size; report once that it cannot."""
+        """Return whether the tier can have blocks of this size."""
         group = known.group
         fits = MIN_SLOT_BYTES <= known.slot_bytes <= self._map.slots.region_bytes and group.nbytes < 1 << 32
-        fits = fits and 0 < len(key) <= MAX_KEY_BYTES and fits_header(group, len(key))
-        if not fits and not self.counters.errors[DiskFault.TOO_LARGE]:  # reported once: there will be many such blocks
+        return fits and 0 < len(key) <= MAX_KEY_BYTES and fits_header(group, len(key))
+
+    def _report_too_large(self, group: BlockGroup) -> None:
+        """Report a block that does not fit, once: there will be many."""
+        if not self.counters.errors[DiskFault.TOO_LARGE]:
             self._error(
                 DiskFault.TOO_LARGE,
                 f"Blocks of {group.nbytes} bytes are not written to {self.name}: a block has at most 4 GiB and the "
                 f"{format_size(self._map.slots.region_bytes)} of a region; larger tiers have larger ones.",
             )
-        return fits
 
     def _take(self, size: int) -> int | None:
         """Allocate a slot of a size, evicting if needed."""
@@ -282,13 +288,14 @@ class DiskTier(Tier):
         if self._clearing.is_freeing:  # slots are becoming free
             return False
         left = LOOKED_AT_ONCE
-        for _ in range(2 * len(self._map.regions)):
+        for _ in range(2 * len(self._map.regions)):  # in its first round it may only clear marks of use
             number, region = next(iter(self._map.regions.items()))
             hand_before, whole_blocks, victims = region.hand, 0, list[int]()
             if region.slot_bytes == size:
                 victims = region.evict_next(left)
             else:
                 whole_blocks = region.skip_all()
+            # Coming to a region takes time too, even if few of its slots are passed.
             left -= max(LOOKED_AT_ONCE // REGIONS_AT_ONCE, region.hand - hand_before)
             if region.hand == region.slots:
                 region.hand = 0
@@ -305,27 +312,28 @@ class DiskTier(Tier):
                 return True
             if left <= 0:  # the next write continues from here
                 return False
-        for unused in [one for one in self._to_overwrite if one != size]:  # else their regions keep their size
+        # No slot of this size became free. Evicted ones of other sizes would keep their regions from changing size.
+        for unused in [one for one in self._to_overwrite if one != size]:
             self._clearing.clear_slots(self._to_overwrite.pop(unused))
         return False
 
     def _write_ended(self, job: SlotJob, end: End) -> None:
         if end.fault is not None:
             self._error(end.fault, end.sentence)
-        name, result = (job.group.tag, job.key), end.result
-        if kept := self._writing.get(name) is job:  # else it was removed since then
-            del self._writing[name]
+        which, result = (job.group.tag, job.key), end.result
+        was_removed = self._writing.get(which) is not job
+        if not was_removed:
+            del self._writing[which]
         if result is Result.DONE:
             self._pause_s = 0.0
             self.counters.written_blocks += 1
             self.counters.written_bytes += job.nbytes
-            self._clearing.written(job.nbytes)
         elif result is Result.FAILED:
             self._pause_s = min(_MAX_PAUSE_S, 2 * self._pause_s) or _MIN_PAUSE_S
             self._write_at = self._clock() + self._pause_s
             if (len(self._clearing.put_aside) + 1) * _PUT_ASIDE_DIVISOR <= self._map.blocks:
                 self._clearing.put_aside.add(job.slot)
-        if kept and result is Result.DONE:
+        if result is Result.DONE and not was_removed:
             self._map.add(
                 self._map.readable_by_tag[job.group.tag], job.key, job.slot, int(self._wall_clock()) // HOUR_S
             )
@@ -333,11 +341,11 @@ class DiskTier(Tier):
         else:
             self._clearing.clear_slots([job.slot])
         self._clearing.unpin([job.slot])
-        job.on_end(Result.GONE if result is Result.DONE and not kept else result)
+        job.on_end(Result.GONE if result is Result.DONE and was_removed else result)
 
     # --- removing --------------------------------------------------------------------------------
 
-    def remove(self, group: BlockGroup, keys: Sequence[bytes], why: str) -> None:
+    def remove(self, group: BlockGroup, keys: Sequence[bytes], *, for_all_nodes: bool = False) -> None:
         self._clear_to_overwrite()
         # Of whatever geometry: after a restart no rank may have registered yet.
         known = self._map.readable_by_tag.get(group.tag)
@@ -348,7 +356,8 @@ class DiskTier(Tier):
         self._clearing.clear_slots(slots)
 
     def _clear_to_overwrite(self) -> None:
-        """Clear the records of evicted slots that no write has replaced: some may be of blocks that must stay away."""
+        """Clear the records of evicted slots that no write has replaced: a later daemon would find the blocks, which
+        may be invalid by then."""
         for slots in self._to_overwrite.values():
             self._clearing.clear_slots(slots)
         self._to_overwrite.clear()
@@ -357,8 +366,8 @@ class DiskTier(Tier):
         self._clear_to_overwrite()
         gone = [known for known in self._map.readable_by_tag.values() if fingerprint in (None, known.group.fingerprint)]
         tags = {known.group.tag for known in gone}
-        for name in [name for name in self._writing if name[0] in tags]:
-            del self._writing[name]
+        for which in [which for which in self._writing if which[0] in tags]:
+            del self._writing[which]
         if gone:
             self._clearing.free_in_steps(self._map.remove_whole(gone))
         return sum(known.blocks for known in gone)
@@ -375,8 +384,8 @@ class DiskTier(Tier):
         return self._clearing.lifetime_written_bytes
 
     @property
-    def removed(self) -> bool:
-        return self._clearing.removed
+    def is_unlinked(self) -> bool:
+        return self._clearing.is_unlinked
 
     @property
     def oldest_seconds(self) -> float:
@@ -384,6 +393,7 @@ class DiskTier(Tier):
         if (hour := self._map.oldest_hour) is None:
             return 0.0
         age_s = max(0.0, self._wall_clock() - hour * HOUR_S)
+        # That hour may have begun before the tier was opened, its blocks only if some were found.
         return age_s if self.found_blocks else min(age_s, self._clock() - self._opened_at)
 
     def bytes_by_namespace(self) -> Counter[bytes]:
@@ -432,7 +442,8 @@ class DiskTier(Tier):
         self._clear_to_overwrite()
         if not self._clearing.finish(until):
             return False
-        if not all([one.close(until) for one in (self._reads, self._writes, self._clearing.threads)]):  # noqa: C419
+        ended = [one.close(until) for one in (self._reads, self._writes, self._clearing.threads)]
+        if not all(ended):
             return False
         try:
             self._clearing.close_files()

@@ -24,7 +24,7 @@ from kvoffd.tiers.disk_file import DiskFile
 from kvoffd.tiers.disk_io import End
 from kvoffd.tiers.disk_map import DiskMap
 from kvoffd.tiers.header import BlockGroup
-from kvoffd.tiers.tier import Result
+from kvoffd.tiers.tier import Result, TierStats
 from kvoffd_proto.stats import DiskFault
 
 
@@ -36,46 +36,47 @@ class IndexWrite:
     sizes: dict[int, int] = field(default_factory=dict)
     """Pages of a slot, by region."""
     written_bytes: int = 0
+    """Bytes written since the files were made, for the head; 0 to leave it."""
 
 
 class Clearing:
     """Frees slots, and writes to the index. For the daemon's thread.
 
     Args:
-        make_threads: makes ``Workers`` from the function that they run and the one to call at the end of each task.
+        counters: the tier's, of what it has written.
+        make_threads: makes ``Workers`` from their works and ``on_end``.
         on_dropped: called with blocks that were dropped individually.
         on_error: called like ``TierListener.error``, without the tier.
 
     Attributes:
         put_aside: slots that are never freed because a write to them failed.
-        removed: whether a file was unlinked: the next daemon finds nothing.
+        is_unlinked: whether a file was unlinked: the next daemon finds nothing.
     """
 
     def __init__(
         self,
         file: DiskFile,
         disk_map: DiskMap,
-        make_threads: Callable[
-            [Callable[[list[IndexWrite]], list[End]], Callable[[IndexWrite, End], None]], Workers[Any, Any]
-        ],
+        counters: TierStats,
+        make_threads: Callable[..., Workers[Any, Any]],
         post: Callable[[Callable[[], None]], None],
         on_dropped: Callable[[BlockGroup, list[bytes]], None],
         on_error: Callable[[DiskFault, str], None],
     ) -> None:
-        self._file, self._map, self._post = file, disk_map, post
+        self._file, self._map, self._counters, self._post = file, disk_map, counters, post
         self._on_dropped, self._on_error = on_dropped, on_error
         self.put_aside: set[int] = set()
-        self.removed, self.physical_bytes = False, file.physical_bytes()
+        self.is_unlinked, self.physical_bytes = False, file.physical_bytes()
         self._freeing: deque[Iterator[list[int]]] = deque()
         """Remaining slots of each namespace and region that is cleared as a whole."""
         self._running: IndexWrite | None = None
         """Running write for slots of the first of these."""
         self._unsized: set[int] = set()
         """Regions whose slot size could not be written."""
-        self._written_bytes = 0
-        """Bytes of blocks written since the head was written."""
+        self._written_before = file.head.written_bytes
+        """Bytes that earlier daemons wrote."""
         self._closed = False
-        self.threads = make_threads(self._write, self._write_ended)
+        self.threads = make_threads([self._write], on_end=self._write_ended)
 
     @property
     def is_freeing(self) -> bool:
@@ -85,11 +86,7 @@ class Clearing:
     @property
     def lifetime_written_bytes(self) -> int:
         """Bytes written since the files were made. A kill loses those of the last tick or two."""
-        return self._file.head.written_bytes + self._written_bytes
-
-    def written(self, nbytes: int) -> None:
-        """Count the bytes of a written block."""
-        self._written_bytes += nbytes
+        return self._written_before + self._counters.written_bytes
 
     def region_opened(self, number: int, slot_bytes: int) -> None:
         self.threads.put(IndexWrite(sizes={number: slot_bytes // PAGE_BYTES}))
@@ -110,7 +107,7 @@ class Clearing:
         return write
 
     def unpin(self, slots: Sequence[int]) -> None:
-        """End a read, a write or the clearing of slots, and free those of no block that nothing else has pinned."""
+        """Unpin slots whose read, write or clearing has ended. Frees those without a block and another pin."""
         free: list[int] = []
         for slot in slots:
             region, place = self._map.at(slot)
@@ -138,7 +135,7 @@ class Clearing:
             self.drop(slots)
             self._running = self.clear_slots(slots)
             return
-        if slots is None:
+        if slots is None:  # an empty batch only lets others have their turn
             self._freeing.popleft()
         if not self._closed:
             self._post(self._free_batch)
@@ -148,8 +145,8 @@ class Clearing:
             return
         regions = self._map.regions
         sizes = {one: regions[one].slot_bytes // PAGE_BYTES for one in self._unsized & regions.keys()}
-        self.threads.put(IndexWrite(sizes=sizes, written_bytes=self._written_bytes))
-        self._unsized, self._written_bytes = set(), 0
+        self.threads.put(IndexWrite(sizes=sizes, written_bytes=self.lifetime_written_bytes))
+        self._unsized = set()
 
     def finish(self, until: float) -> bool:
         """Clear all that is pending; return False if some is left at ``until`` (of ``time.monotonic``)."""
@@ -161,7 +158,7 @@ class Clearing:
 
     def close_files(self) -> None:
         """Mark the files as closed. Raises OSError."""
-        self._file.write_head(is_open=False, written_bytes=self._written_bytes, sync=True)
+        self._file.write_head(is_open=False, written_bytes=self.lifetime_written_bytes, sync=True)
 
     # --- in the thread, and at its ends ---
 
@@ -171,11 +168,11 @@ class Clearing:
         try:
             for region, pages in write.sizes.items():
                 file.write_slot_pages(region, pages)
-            file.clear_slots(write.gone)
-            if write.written_bytes:
+            file.clear_records(write.gone)
+            if write.written_bytes > file.head.written_bytes:
                 file.write_head(is_open=True, written_bytes=write.written_bytes)
             self.physical_bytes = file.physical_bytes()
-            self.removed = file.is_removed()
+            self.is_unlinked = file.is_unlinked()
         except OSError as error:
             why = f"The disk tier could not write to the index of {file.path}: {error.strerror or error}."
             return [End(Result.FAILED, None, DiskFault.RECORD_FAILED, why)]

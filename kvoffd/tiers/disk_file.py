@@ -62,6 +62,8 @@ RECORD = np.dtype(
 """Record of a slot: its block's group and key, the bytes of all its shards, and the hour in which it was written. The
 tag of an empty slot is 0."""
 _DISK_MAGIC, _INDEX_MAGIC = b"kvoffdD4", b"kvoffdI4"
+_NAME_BYTES = 24
+"""Bytes at the beginning of ``kvoffd.disk`` that identify it: the magic, and the ``file_id`` of the index's head."""
 _HEAD = Struct("<8s16sQQQQ?16x")
 _SUM = Struct("<Q")
 HEAD_PAGES = 2
@@ -118,7 +120,8 @@ class Head:
 
 
 def default_region_bytes(size_bytes: int) -> int:
-    """Return a 64th of the disk, at most 1 GiB and at least 16 MiB, or on a small disk a 16th. Little space remains.
+    """Return a 64th of the disk, at most 1 GiB and at least 16 MiB, or on a small disk a 16th; a little less, so that
+    regions take up all of it.
 
     Each block size needs its own regions: with fewer regions, some sizes would get none.
     """
@@ -184,9 +187,9 @@ class DiskFile:
         return self.head.region_bytes // MIN_SLOT_BYTES
 
     def write_head(self, *, is_open: bool, written_bytes: int = 0, sync: bool = False) -> None:
-        """Write the head. ``written_bytes``: since the last call. Raises OSError."""
-        number, total = self.head.number + 1, self.head.written_bytes + written_bytes
-        head = replace(self.head, number=number, is_open=is_open, written_bytes=total)
+        """Write the head. ``written_bytes``: since the files were made; a higher number stays. Raises OSError."""
+        number, written_bytes = self.head.number + 1, max(self.head.written_bytes, written_bytes)
+        head = replace(self.head, number=number, is_open=is_open, written_bytes=written_bytes)
         write_all(self.calls, self.index_fd, [memoryview(head.pack())], head.number % HEAD_PAGES * PAGE_BYTES)
         if sync:
             self.calls.sync(self.index_fd)
@@ -207,20 +210,21 @@ class DiskFile:
         at = _RECORDS_AT + first * RECORD.itemsize
         write_all(self.calls, self.index_fd, [memoryview(records.tobytes())], at)
 
-    def clear_records(self, first: int, count: int) -> None:
-        """Clear existing records of consecutive slots. Raises OSError."""
+    def clear_records(self, slots: Sequence[int]) -> None:
+        """Clear the records of slots. Raises OSError."""
+        for first, count in runs_of(slots):
+            self.write_records(first, np.zeros(count, RECORD))
+
+    def clear_region(self, region: int) -> None:
+        """Clear a region's records, as far as there are any. Raises OSError."""
+        first = region * self.slots_per_region
         at = _RECORDS_AT + first * RECORD.itemsize
-        there = min(count, -(-(self.calls.stat(self.index_fd).st_size - at) // RECORD.itemsize))
+        there = min(self.slots_per_region, -(-(self.calls.stat(self.index_fd).st_size - at) // RECORD.itemsize))
         nbytes = there * RECORD.itemsize
         # Regions that were never used have no data, and reading that would take 70 s per TiB.
         is_there = there > 0 and self.calls.has_data(self.index_fd, at, nbytes)
         if is_there and np.frombuffer(self._read_index(at, nbytes), np.uint64).any():
             self.write_records(first, np.zeros(there, RECORD))
-
-    def clear_slots(self, slots: Sequence[int]) -> None:
-        """Clear the records of slots. Raises OSError."""
-        for first, count in runs_of(slots):
-            self.write_records(first, np.zeros(count, RECORD))
 
     def sync(self) -> None:
         """Flush both files to the device. Raises OSError."""
@@ -247,7 +251,7 @@ class DiskFile:
         """Return the bytes that the files use on the device. Raises OSError."""
         return sum(held_bytes(self.calls.stat(fd)) for fd in (self.fd, self.index_fd))
 
-    def is_removed(self) -> bool:
+    def is_unlinked(self) -> bool:
         """Return whether a file was unlinked: its content is lost at the close. Raises OSError."""
         return any(self.calls.stat(fd).st_nlink == 0 for fd in (self.fd, self.index_fd))
 
@@ -310,7 +314,7 @@ class DiskFile:
         index = bytes(self._read_index(0, HEAD_PAGES * PAGE_BYTES))
         heads = [Head.unpack(index[at : at + PAGE_BYTES]) for at in range(0, len(index), PAGE_BYTES)]
         head = max((head for head in heads if head is not None), key=lambda head: head.number, default=None)
-        if head is not None and bytes(name[:24]) == _DISK_MAGIC + head.file_id:
+        if head is not None and bytes(name[:_NAME_BYTES]) == _DISK_MAGIC + head.file_id:
             return head
         if size:
             why = f"{INDEX_NAME} is damaged, or another file's"
@@ -350,12 +354,13 @@ class DiskFile:
             missing = self._end(head.regions) - status.st_size
             cut = f"{self.path} was cut off: {missing} bytes at its end are lost, and their blocks."
             self.errors.append((DiskFault.TRUNCATED, cut))
-        if regions > head.regions or held_bytes(status) < status.st_size or status.st_size < self._end(regions):
+        has_holes = held_bytes(status) < status.st_size
+        if regions > head.regions or has_holes or status.st_size < self._end(regions):
             self._allocate(self._end(regions))
         self.calls.allocate(self.index_fd, 0, _SIZES_AT + 4 * regions)
         for region in range(regions):  # smaller slots have more records, which are allocated when they are used
             self._allocate_records(region, max(1, head.region_bytes // _ALLOCATED_SLOT_BYTES))
-        while self.physical_bytes() > size_bytes and regions > 1:
+        while self.physical_bytes() > size_bytes and regions > 1:  # the file system took more than was reserved for it
             regions -= 1
             self.calls.truncate(self.fd, self._end(regions))
         self.head = replace(self.head, regions=regions)
@@ -376,7 +381,7 @@ class DiskFile:
     def _probe(self) -> bool:
         """Write the file's name with O_DIRECT or else without; return whether file system and device accept it."""
         page = aligned_buffer(PAGE_BYTES)
-        page[:24] = _DISK_MAGIC + self.head.file_id
+        page[:_NAME_BYTES] = _DISK_MAGIC + self.head.file_id
         try:
             self.calls.set_direct(self.fd, True)
             self._write_name(page)

@@ -55,7 +55,7 @@ MAX_READ_BYTES = 64 << 20
 
 @dataclass(slots=True, eq=False)
 class SlotJob:
-    """A read or write of a block: its slot, and pool offsets by rank."""
+    """A read or write of a block in a slot."""
 
     group: BlockGroup
     key: bytes
@@ -67,7 +67,8 @@ class SlotJob:
     """Offset of the slot's header in the file."""
     nbytes: int
     """Bytes in the file."""
-    shards: Sequence[int]
+    pool_offsets: Sequence[int]
+    """Offsets of the shards in the pool, by rank."""
     on_end: Callable[..., None]
     patience_s: float = inf
     """Patience of a read."""
@@ -110,7 +111,8 @@ class BlockRead:
 
     __slots__ = ("_parts", "number", "offset", "words")
     _FOUND, _HEAD = 2, 4
-    """Index of the result, behind number and offset, and behind it the number of parts."""
+    """Index of the result among the words before the parts, and how many these are: number, offset, result, and number
+    of parts."""
 
     def __init__(self, number: int, offset: int, parts: Sequence[int], summed: Sequence[int]) -> None:
         self.number, self.offset, self._parts = number, offset, len(summed)
@@ -213,7 +215,8 @@ class Reads:
         self._begin()
 
     def _begin(self) -> None:
-        """Begin the next waiting reads, up to one that nobody waits for: ``_deliver`` ends it and begins the others."""
+        """Begin the next waiting reads, up to one that nobody waits for. ``_deliver`` ends that later, and begins the
+        others: an ``on_end`` is never called within ``put``."""
         while self._waiting and self._free:
             if not self._waiting[0].is_awaited():
                 self._post(self._deliver)
@@ -222,12 +225,11 @@ class Reads:
                 return
             job, number, parts = self._waiting.popleft(), self._free.pop(), list[int]()
             lengths = job.group.lengths
-            for at, length in zip(job.shards, lengths, strict=True):
+            for at, length in zip(job.pool_offsets, lengths, strict=True):
                 parts += self._pool_at + at, page_up(length)
             header = self._headers_at + number * HEADER_BYTES, HEADER_BYTES
-            read = BlockRead(
-                number, job.offset, (*header, *parts), (0, *lengths)
-            )  # the header's checksum is not needed
+            summed = 0, *lengths  # the header's checksum is not needed
+            read = BlockRead(number, job.offset, (*header, *parts), summed)
             if not self._reading:
                 self._progress_at = self._clock()
             self._reading[number] = job, read
@@ -277,8 +279,8 @@ class Reads:
         if block is not None and (block.group, block.key) != (job.group, job.key):
             return End(Result.GONE)  # the index belongs to another copy of the file, or is older than a power cut
         if block is not None:
-            shards = zip(block.checksums, read.checksums[1:], job.shards, job.group.lengths, strict=True)
-            if all(right == (found or digest(self._pool[at : at + length])) for right, found, at, length in shards):
+            shards = zip(block.checksums, read.checksums[1:], job.pool_offsets, job.group.lengths, strict=True)
+            if all(right == (taken or digest(self._pool[at : at + length])) for right, taken, at, length in shards):
                 return End(Result.DONE, block)
         sentence = (
             f"The block {job.key.hex()} at offset {job.offset} of {self._file.path} is not what was written there; it "
@@ -349,7 +351,7 @@ class BlockWriter:
             assert job.block is not None
             header = headers[number * HEADER_BYTES : (number + 1) * HEADER_BYTES]
             header[:] = encode_header(job.block)
-            shards = zip(job.shards, job.group.lengths, strict=True)
+            shards = zip(job.pool_offsets, job.group.lengths, strict=True)
             buffers += [header, *(self._pool[offset : offset + page_up(length)] for offset, length in shards)]
         try:
             write_all(file.calls, file.fd, buffers, jobs[0].offset)

@@ -31,6 +31,7 @@ declare(
 )
 
 NO_SLOT = 2**32 - 1
+"""Answer of ``find`` about a key without a block."""
 LOOKED_AT_ONCE, REGIONS_AT_ONCE = 4096, 64
 """Slots and regions that the clock hand passes, or that a search for a removed namespace examines, before the daemon's
 thread does other work: one or two milliseconds."""
@@ -39,19 +40,23 @@ CLEARED_AT_ONCE = 256
 thread does other work: one or two milliseconds."""
 EVICTED_AT_ONCE = 16
 """Neighbouring blocks that the clock hand evicts together, so that one call can write their slots."""
-SAMPLES, HEADERS_TRIED, ALL_HEADERS_TRIED = 128, 1024, 1 << 16
-"""Blocks of a group in one region that are remembered when a disk is opened; those whose headers are read to identify
-the group until one has it; and such reads for all groups, about ten seconds. One is enough unless an index is older
-than the data, after a power cut: then most blocks may be written over, neighbours first. So they are spread evenly."""
+SAMPLES = 128
+"""Blocks of a group in one region that are remembered when a disk is opened."""
+HEADERS_TRIED, ALL_HEADERS_TRIED = 1024, 1 << 16
+"""Headers that are read to identify a group until one has it, and for all groups, about ten seconds. One is enough
+unless an index is older than the data, after a power cut: then most blocks may be written over, neighbours first. So
+they are spread evenly."""
 NEVER = 2**32 - 1
+"""Hour of a slot without a block."""
 
 
 @dataclass(slots=True, eq=False)
 class KnownGroup:
-    """A group that has blocks, from its first one until it is removed as a whole. ``number``: as in ``Region``."""
+    """A group that has blocks, from its first one until it is removed as a whole. ``number``: as in ``Region``; 0 for a
+    new one."""
 
     group: BlockGroup
-    number: int
+    number: int = 0
     blocks: int = 0
     slot_bytes: int = 0
     """Bytes of a block in the file."""
@@ -84,7 +89,8 @@ class Region:
         self.keys = np.zeros((slots, MAX_KEY_BYTES), np.uint8)
         self.key_bytes = np.zeros(slots, np.uint8)
         self.groups = array("I", bytes(4 * slots))
-        """Numbers of the blocks' groups; 0 if a slot has none."""
+        """Numbers of the blocks' groups; 0 if a slot has none. ``group_numbers`` is the same memory: an array is faster
+        for one slot, NumPy for many."""
         self.pins = array("H", bytes(2 * slots))
         self.used = bytearray(slots)
         """Whether the block was used since the hand last passed."""
@@ -105,7 +111,8 @@ class Region:
         return self.keys[place, : self.key_bytes[place]].tobytes()
 
     def skip_all(self) -> int:
-        """Move the hand past all slots. Returns how many blocks to evict; 0 if more than half were used."""
+        """Move the hand past all slots. Returns how many blocks the region has, if all are to be evicted; 0 if more
+        than half were used, or a slot is pinned."""
         there, used = int(np.count_nonzero(self.group_numbers)), np.count_nonzero(np.frombuffer(self.used, np.uint8))
         self.hand, self.used = self.slots, bytearray(self.slots)
         return 0 if 2 * used > there or np.frombuffer(self.pins, np.uint16).any() else there
@@ -184,14 +191,14 @@ class DiskMap:
         gone: list[int] = []
         for number, region in self.regions.items():
             first, numbers = number * self.slots.slots_per_region, region.group_numbers
-            gone += (np.flatnonzero(numbers * ~is_known[numbers]) + first).tolist()
+            gone += (np.flatnonzero((numbers > 0) & ~is_known[numbers]) + first).tolist()
             there = (np.flatnonzero(is_known[numbers]) + first).astype(np.uint32)
             gone += self.enter(there.tobytes(), len(there))  # of two blocks with one key, the later one counts
         for slot in gone:
             region, place = self.at(slot)
             region.groups[place], region.hours[place] = 0, NEVER
-        self._file.clear_slots(gone)  # so that these never come back
-        self._count_found()
+        self._file.clear_records(gone)  # so that these never come back
+        self._allocate_found()
         return newest
 
     def _read_index(self, should_stop: Callable[[], bool]) -> dict[int, tuple[int, list[npt.NDArray[np.int64]]]]:
@@ -203,7 +210,7 @@ class DiskMap:
             first, size = number * file.slots_per_region, pages * PAGE_BYTES
             if not self.slots.slot_size(1) <= size <= self.slots.region_bytes:
                 # Otherwise they would count once the region is reused: its slot size did not reach the device.
-                file.clear_records(first, file.slots_per_region)
+                file.clear_region(number)
                 continue
             slots = self.slots.slots_in(number, size)
             records = file.read_records(first, slots)
@@ -219,9 +226,9 @@ class DiskMap:
             tags, of_tag, counts = np.unique(records["tag"], return_inverse=True, return_counts=True)
             by_tag, end, numbers = (places + first)[np.argsort(of_tag, kind="stable")], 0, list[int]()
             for tag, count in zip(tags.tolist(), counts.tolist(), strict=True):
-                group, found = samples.setdefault(tag, (len(samples) + 1, []))
-                found.append(_spread(by_tag[end : end + count], SAMPLES))
-                numbers.append(group)
+                group_number, parts = samples.setdefault(tag, (len(samples) + 1, []))
+                parts.append(_spread(by_tag[end : end + count], SAMPLES))
+                numbers.append(group_number)
                 end += count
             region.group_numbers[places] = np.array(numbers, np.uint32)[of_tag]
         return samples
@@ -239,8 +246,8 @@ class DiskMap:
                 return block.group, number
         return None, len(slots)
 
-    def _count_found(self) -> None:
-        """Count the blocks found, and allocate their slots."""
+    def _allocate_found(self) -> None:
+        """Count the blocks found, allocate their slots, and close regions without any."""
         slots, sizes = [np.empty(0, np.uint32)], np.zeros(self.slots.regions, np.int64)
         counts = np.zeros(self.last_number + 1, np.int64)
         for number, region in list(self.regions.items()):
@@ -303,10 +310,12 @@ class DiskMap:
         return region
 
     def at(self, slot: int) -> tuple[Region, int]:
+        """Return a slot's region, and its place there."""
         number, place = divmod(slot, self.slots.slots_per_region)
         return self.regions[number], place
 
     def offset(self, slot: int) -> int:
+        """Return a slot's offset in the file."""
         number, place = divmod(slot, self.slots.slots_per_region)
         return PAGE_BYTES + number * self.slots.region_bytes + place * self.regions[number].slot_bytes
 
@@ -348,7 +357,7 @@ class DiskMap:
         return self.readable_by_tag.get(known.group.tag) is known
 
     def remove_whole(self, gone: Sequence[KnownGroup]) -> Iterator[list[int]]:
-        """Stop finding blocks of these groups. Yields their slots in batches; clear each before the next."""
+        """Stop finding blocks of these groups. Returns their slots: see ``_slots_in_batches``."""
         for known in gone:
             del self.readable_by_tag[known.group.tag]
             self.blocks -= known.blocks
@@ -356,12 +365,13 @@ class DiskMap:
         return self._slots_of_whole([known.number for known in gone], list(self.regions))
 
     def _slots_of_whole(self, gone: Sequence[int], regions: Sequence[int]) -> Iterator[list[int]]:
+        """Yield the slots of groups by number, and forget the groups when none is left."""
         yield from self._slots_in_batches(regions, lambda region: np.isin(region.group_numbers, gone))
         for number in gone:
             del self.by_number[number]
 
     def slots_of_region(self, number: int) -> Iterator[list[int]]:
-        """Yield the slots of a region's blocks in batches, except those that are being read."""
+        """Return the slots of a region's blocks, except those that are being read: see ``_slots_in_batches``."""
         return self._slots_in_batches(
             [number], lambda one: (one.group_numbers > 0) & (np.frombuffer(one.pins, "H") == 0)
         )
@@ -369,7 +379,11 @@ class DiskMap:
     def _slots_in_batches(
         self, numbers: Sequence[int], chosen: Callable[[Region], npt.NDArray[np.bool_]]
     ) -> Iterator[list[int]]:
-        """Yield the chosen slots of some regions, each region until none is left."""
+        """Yield the chosen slots of some regions, ``CLEARED_AT_ONCE`` at a time.
+
+        Drop the blocks of each batch before the next: a region is searched until none is chosen in it. A batch may be
+        empty, after a search that took as long as clearing one.
+        """
         for at in range(0, len(numbers), REGIONS_AT_ONCE):
             slots = list[int]()
             for number in numbers[at : at + REGIONS_AT_ONCE]:

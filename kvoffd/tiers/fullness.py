@@ -71,4 +71,5 @@ class Fullness:
         self._evicts = evicted > 0
         if evicted:
             self._own = OLD_WEIGHT * self._own + written
+            # More may be written than evicted, since the store still had space: this node's part is at most all.
             self._all = OLD_WEIGHT * self._all + max(evicted, written)

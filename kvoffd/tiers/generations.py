@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterable, Iterator
 import msgspec
 
 from kvoffd.system.newest import put_newest
+from kvoffd.tiers.header import MAX_GENERATION
 from kvoffd_proto.messages import Count
 
 logger = logging.getLogger(__name__)
@@ -40,7 +41,6 @@ MAX_HEARD = 65_536
 """Limit of the namespaces whose fleet generation is known."""
 MAX_AHEAD_S = 10 * 365 * 86_400
 """Limit of what a clock that may be wrong is ahead of this node's, for fleet generations from elsewhere."""
-MAX_GENERATION = 1 << 62
 
 
 class Resets(msgspec.Struct):
@@ -63,13 +63,15 @@ class Resets(msgspec.Struct):
 class Generations:
     """The table of all namespaces. For the daemon's thread, except ``of``, ``fleet`` and ``is_valid``.
 
+    A higher fleet generation is heard of (``hear``). Then the namespace is ``voided`` until its blocks are dropped
+    here; after that the generation is ``followed``.
+
     Args:
         save: called after each change of ``resets``.
 
     Attributes:
         resets: what outlives the daemon.
-        voided: namespaces whose fleet generation was raised, and whose earlier blocks are still in the pool and on
-            disks: see ``followed``.
+        voided: namespaces whose earlier blocks are still in the pool and on disks.
         is_open: returns whether a namespace is open, so that one client's many resets do not displace others'.
     """
 
@@ -93,9 +95,11 @@ class Generations:
                 if is_sound(number, now):
                     resets.followed[fingerprint] = max(number, resets.followed.get(fingerprint, 0))
         resets.fleet = {}
-        resets.unshared = {of: int(at if is_sound(at, now) else now) for of, at in resets.unshared.items()}
+        for fingerprint, number in resets.unshared.items():
+            resets.unshared[fingerprint] = int(number if is_sound(number, now) else now)
         self.resets = resets
-        self._fleet = {of: number for of, number in resets.followed.items() if is_sound(number, now)}
+        self._fleet = {one: number for one, number in resets.followed.items() if is_sound(number, now)}
+        """Fleet generations that were heard of, followed or not."""
 
     # --- this node -------------------------------------------------------------------------------
 
@@ -175,9 +179,8 @@ class Generations:
         return True
 
     def followed(self, fingerprint: bytes) -> None:
-        """Note that the blocks of a namespace that was voided on all nodes are gone here, and share it again.
-
-        It may have been voided before an engine's reset on this node, which then stands.
+        """Note that the blocks of a namespace that was voided on all nodes are gone here, and share it again, unless an
+        engine has reset it on this node since.
         """
         generation = self.fleet(fingerprint)
         if generation > self.unshared_at(fingerprint):
@@ -209,7 +212,7 @@ class Generations:
 
     def stop_sharing(self, fingerprint: bytes) -> None:
         """Stop sharing a namespace until it is voided on all nodes after now: blocks of other nodes may be stale."""
-        # Not below the clock: a void of all nodes that is still to be heard of, but was before, shares nothing.
+        # Not below the clock, so that a void of all nodes that came before, and is heard of later, does not end this.
         now = int(self._wall_clock()) + AHEAD_S
         until = max(now, self.fleet(fingerprint), self.unshared_at(fingerprint))
         self._set_unshared(fingerprint, until)

@@ -60,9 +60,10 @@ from kvoffd.tiers.peers import (
 )
 from kvoffd.tiers.tier import READERS_NICE
 
-IDLE_MS, BUSY_S = 20, 0.00005
+IDLE_MS, WORKING_S = 20, 0.00005
 """Pauses between calls that let NIXL work. Its own thread would take a whole CPU (measured), even without work."""
-WORK = 4
+CALLS_PER_TURN = 4
+"""Such calls in a turn of the loop while there is work: looking for messages takes as long as several of them."""
 MOVED_S = 0.000015
 """A call that took longer moved bytes, and another one follows without a pause: at 256 KiB 0.94 of the speed of NIXL
 alone instead of 0.77. A call that finds nothing takes 2 µs."""
@@ -122,8 +123,8 @@ class Agent(NamedTuple):
 class PeerTransfer:
     """A read of a peer's memory. ``handle`` is None once it has ended."""
 
-    def __init__(self, peer: int, ident: int, part: int, handle: Any, began: float) -> None:
-        self.peer, self.ident, self.part, self.handle, self.began = peer, ident, part, handle, began
+    def __init__(self, peer: int, ident: int, slice_number: int, handle: Any, began: float) -> None:
+        self.peer, self.ident, self.slice_number, self.handle, self.began = peer, ident, slice_number, handle, began
         self.unawaited = False
         """Whether nobody waits for it any more."""
 
@@ -183,7 +184,7 @@ class Helper:
         self._router_events: zmq.Socket[bytes] | None = None
         self._refused_handshakes = 0
         """Connections of peers whose handshake failed."""
-        self._links_to: dict[int, Link] = {}
+        self._links: dict[int, Link] = {}
         self._lent_until: dict[tuple[bytes, int], float] = {}
         """Time until which what a request has borrowed, by its route and id, keeps the pauses short."""
         self._in_flight: dict[tuple[bytes, int], float] = {}
@@ -217,7 +218,7 @@ class Helper:
                 break
         if nixl is None:
             raise RuntimeError("NIXL is not installed.")
-        with unbroken_links() as self._links:
+        with unbroken_interfaces() as self._interfaces:
             config = nixl.nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
             self._nixl = nixl.nixl_agent(f"kvoffd-{os.urandom(8).hex()}", config)
         self._pool_at = self._landing_at = 0
@@ -257,7 +258,7 @@ class Helper:
         dealer.setsockopt(zmq.HEARTBEAT_TTL, HEARTBEAT_MS + LOST_MS)  # of the other end
         link = Link(dealer)
         dealer.connect(f"tcp://{peer}")
-        self._links_to[number] = link
+        self._links[number] = link
         self._poller.register(link.events, zmq.POLLIN)
         self._poller.register(dealer, zmq.POLLIN)
         return dealer
@@ -266,7 +267,7 @@ class Helper:
         """Give a peer's number to another one, or to none."""
         if (before := self._peers[number]) is not None:
             self._poller.unregister(before)
-            self._poller.unregister(self._links_to.pop(number).events)
+            self._poller.unregister(self._links.pop(number).events)
             before.disable_monitor()
             before.close()
         self._asked = {ident: of for ident, of in self._asked.items() if of != number}
@@ -318,7 +319,7 @@ class Helper:
             if now >= self._beat_at:
                 self._beat_at = now + BEAT_S
                 self._to_daemon(BEAT, 0, self._refused_handshakes)
-                if new := links().keys() - self._links:
+                if new := interfaces().keys() - self._interfaces:
                     print(f"The helper process for peers starts again, to use {', '.join(new)}.", file=sys.stderr)
                     return
             reading = len(self._transfers) > self._stuck_reads
@@ -329,7 +330,7 @@ class Helper:
                     if not (data := self._channel.recv(MAX_MESSAGE_BYTES)):
                         return  # the daemon is gone
                     self._from_daemon(*parsed(data))
-            for link in self._links_to.values():
+            for link in self._links.values():
                 if ready.pop(link.events, 0):
                     link.take()
             if self._router_events is not None and ready.pop(self._router_events, 0):
@@ -339,14 +340,14 @@ class Helper:
                     self._answers(number, peer)
             if self._router is not None and self._router in ready:
                 self._requests(self._router)
-            for _ in range(WORK if busy else 1):  # looking for messages takes as long as several of these
+            for _ in range(CALLS_PER_TURN if busy else 1):
                 began = time.perf_counter()
                 self._nixl.get_new_notifs()  # lets NIXL work
                 moved = time.perf_counter() - began > MOVED_S
                 if self._transfers and self._end_transfers(now):
                     break
                 if busy and not moved:
-                    time.sleep(BUSY_S)
+                    time.sleep(WORKING_S)
             if ready:
                 self._busy_until = now + BUSY_AFTER_S
 
@@ -367,7 +368,7 @@ class Helper:
         elif kind == READ:
             self._begin(number, ident, *np.frombuffer(payload, np.uint64).reshape(-1, 2).T)
         elif kind == FREE:
-            self._free_part(ident)
+            self._free_slice(ident)
         elif kind == CONNECT:
             self._replace(number, payload.decode())
         elif kind == REPLY:
@@ -375,7 +376,7 @@ class Helper:
 
     def _to_peer(self, kind: int, number: int, ident: int, payload: bytes) -> None:
         """Send a question or a RELEASE to a peer. The daemon hears of a question that cannot be sent."""
-        peer, link, name = self._peers[number], self._links_to.get(number), self._settings.peers[number]
+        peer, link, name = self._peers[number], self._links.get(number), self._settings.peers[number]
         problem = link.problem if link is not None else ""
         if kind in (FIND, PIN) and number in self._stuck:
             why = (
@@ -407,20 +408,26 @@ class Helper:
             route, *parts = router.recv_multipart(zmq.NOBLOCK)
             if len(parts) != 3 or len(parts[0]) != 1 or len(parts[1]) != 8:
                 continue
-            if parts[0][0] not in (FIND, PIN, RELEASE, FOLLOW):
+            kind, ident = parts[0][0], int.from_bytes(parts[1], "little")
+            if kind not in (FIND, PIN, RELEASE, FOLLOW):
                 continue
-            kind, ident = parts[0], int.from_bytes(parts[1], "little")
-            if kind[0] != RELEASE or self._lent_until.pop((route, ident), None) is None:
-                if len(self._spent) >= MAX_PEERS and route not in self._spent:
-                    continue
-                if self._spent[route] >= REQUESTS_PER_S + BURST or (route, ident) in self._in_flight:
-                    continue
-                self._spent[route] += 1
-            if kind[0] != RELEASE:
+            returns_lent = kind == RELEASE and self._lent_until.pop((route, ident), None) is not None
+            if not (returns_lent or self._spend(route, ident)):
+                continue
+            if kind != RELEASE:
                 self._in_flight[route, ident] = time.monotonic() + IN_FLIGHT_S
-            if kind[0] == PIN:
+            if kind == PIN:
                 put_newest(self._lent_until, (route, ident), time.monotonic() + LEASE_S, MAX_LENT)
-            self._to_daemon(REQUEST, len(route), ident, route + kind + parts[2])
+            self._to_daemon(REQUEST, len(route), ident, route + parts[0] + parts[2])
+
+    def _spend(self, route: bytes, ident: int) -> bool:
+        """Count a request; return False if it is beyond the limits, or repeats one that is not answered."""
+        if len(self._spent) >= MAX_PEERS and route not in self._spent:
+            return False
+        if self._spent[route] >= REQUESTS_PER_S + BURST or (route, ident) in self._in_flight:
+            return False
+        self._spent[route] += 1
+        return True
 
     def _reply(self, route: bytes, ident: int, payload: bytes) -> None:
         assert self._router is not None
@@ -478,21 +485,21 @@ class Helper:
             why = b"The peer is not known." if self._free[number] else b"Earlier reads of it hang."
             self._to_daemon(FAILED, number, ident, why)
             return
-        part = self._free[number].pop()
+        slice_number = self._free[number].pop()
         agent = self._agents[number]
         begins = np.cumsum(lengths, dtype=np.uint64) - lengths
-        slice_at, devices = self._landing_at + part * SLICE_BYTES, np.zeros_like(lengths)
+        slice_at, devices = self._landing_at + slice_number * SLICE_BYTES, np.zeros_like(lengths)
         try:
             here = np.stack([begins + np.uint64(slice_at), lengths, devices], axis=1)
             there = np.stack([offsets + np.uint64(agent.pool_at), lengths, devices], axis=1)
             lists = self._nixl.get_xfer_descs(here, "DRAM"), self._nixl.get_xfer_descs(there, "DRAM")
             handle = self._nixl.initialize_xfer("READ", *lists, agent.name)
         except Exception as error:  # as for a descriptor that is not in the peer's memory
-            self._free[number].append(part)
+            self._free[number].append(slice_number)
             self._drop_agent(number)
             self._to_daemon(FAILED, number, ident, f"NIXL refuses to read from it: {error}.".encode())
             return
-        self._transfers[ident] = transfer = PeerTransfer(number, ident, part, handle, time.monotonic())
+        self._transfers[ident] = transfer = PeerTransfer(number, ident, slice_number, handle, time.monotonic())
         self._report_if_ended(transfer, self._nixl.transfer)
 
     def _end_transfers(self, now: float) -> bool:
@@ -522,26 +529,26 @@ class Helper:
         with suppress(Exception):
             self._nixl.release_xfer_handle(handle)
         if state != "DONE" or transfer.unawaited:
-            self._free_part(transfer.ident)
+            self._free_slice(transfer.ident)
         if state == "DONE":
-            self._to_daemon(DONE, transfer.peer, transfer.ident, bytes([transfer.part]))
+            self._to_daemon(DONE, transfer.peer, transfer.ident, bytes([transfer.slice_number]))
         else:
             if transfer.peer in self._agents:
                 self._drop_agent(transfer.peer)
             self._to_daemon(FAILED, transfer.peer, transfer.ident, b"The connection to it was lost during a read.")
         return True
 
-    def _free_part(self, ident: int) -> None:
+    def _free_slice(self, ident: int) -> None:
         """Have a read's memory used again: now, or once nothing can be written there any more."""
         if (transfer := self._transfers.get(ident)) is None:
             return
         transfer.unawaited = True
         if transfer.handle is None:
             del self._transfers[ident]
-            self._free[transfer.peer].append(transfer.part)
+            self._free[transfer.peer].append(transfer.slice_number)
 
 
-def links() -> dict[str, int]:
+def interfaces() -> dict[str, int]:
     """Return the IPv4 addresses of interfaces that are up, with the interface's index, and the RDMA ports that are
     active, with 0.
 
@@ -564,12 +571,12 @@ def links() -> dict[str, int]:
 
 
 @contextmanager
-def unbroken_links() -> Iterator[set[str]]:
-    """Yield a set that gets, at the end, the links that were up all the time: UCX may have missed all others."""
+def unbroken_interfaces() -> Iterator[set[str]]:
+    """Yield a set that gets, at the end, the ``interfaces`` that were up all the time: UCX may have missed others."""
     found = set[str]()
     with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_NONBLOCK, socket.NETLINK_ROUTE) as changes:
         changes.bind((0, RTMGRP_LINK_AND_IPV4))
-        before = links()
+        before = interfaces()
         yield found
         broken = set[int]()
         with suppress(OSError):  # no more, or more than the kernel keeps
@@ -580,7 +587,7 @@ def unbroken_links() -> Iterator[set[str]]:
                     if kind in (RTM_DELLINK, RTM_DELADDR) or (kind == RTM_NEWLINK and not is_up):
                         broken.add(index)
                     data = data[-(-nbytes // 4) * 4 :]
-        found |= {one for one, index in before.items() if index not in broken} & links().keys()
+        found |= {one for one, index in before.items() if index not in broken} & interfaces().keys()
 
 
 def main() -> None:

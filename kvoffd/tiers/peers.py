@@ -286,8 +286,8 @@ class PeerHelper:
                 return False
             time.sleep(SEND_PAUSE_S)
 
-    def reads(self, peer: int) -> bool:
-        """Return whether memory of a peer may still be written: nobody may wait for that any more."""
+    def has_reads(self, peer: int) -> bool:
+        """Return whether a peer's memory here may still be written, also by reads that nobody waits for any more."""
         with self._lock:
             return peer in self._reads.values()
 
@@ -318,7 +318,8 @@ class PeerHelper:
             if kind == READ:
                 self._reads[call.ident] = peer
         if not self.send(frame(kind, peer, call.ident, payload), SEND_S):
-            self._reads.pop(call.ident, None)
+            with self._lock:
+                self._reads.pop(call.ident, None)
             self.end(call)
             raise StoreError("helper", self.problem or "The helper process for peers hangs.", final=True)
         return call
@@ -332,11 +333,11 @@ class PeerHelper:
         return call.reply
 
     def end(self, call: _Call) -> None:
-        """Forget a call; the memory of a read may be used again once nothing comes any more, or the helper ends."""
+        """Forget a call. The helper uses a read's memory again once nothing can be written there any more."""
         with self._lock:
             self._calls.pop(call.ident, None)
         if call.kind == READ and not self.send(frame(FREE, call.peer, call.ident), SEND_S) and self.life == call.life:
-            self._end()
+            self._kill()  # it hangs, and that memory would be lost
 
     def call(self, kind: int, peer: int, payload: bytes, deadline: float) -> tuple[int, bytes]:
         """Send a request; return its id and the answer. Raises StoreError."""
@@ -367,7 +368,7 @@ class PeerHelper:
     def close(self, deadline_s: float) -> bool:
         """End the helper; return False if it does not end in time."""
         self.interrupt()
-        self._end()
+        self._kill()
         self._replies.stop()
         until = time.monotonic() + deadline_s
         ended = self._thread.join(until)
@@ -377,7 +378,7 @@ class PeerHelper:
             self._landing = None
         return ended
 
-    def _end(self) -> None:
+    def _kill(self) -> None:
         process = self._process
         if process is not None:
             with suppress(OSError):
@@ -401,6 +402,49 @@ class PeerHelper:
             logger.warning("%s It is started again in %.1f s.", self.problem, pause_s)
             self._closed.wait(pause_s)
 
+    def _live(self) -> None:
+        """Start a helper, and handle its messages until it is gone."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with ours:
+            with theirs:
+                self._process, settings = self._start(theirs.fileno())
+            self._began = time.monotonic()
+            pinned = self._pool[2] if settings.listen else 0
+            patience_s, frames = STARTS_S + pinned / PINNED_PER_S, select.poll()
+            frames.register(ours, select.POLLIN)
+            self._start_ended.clear()
+            if self._closed.is_set():  # ``interrupt`` may have set the event before it was cleared
+                self._start_ended.set()
+            with self._lock:  # so that no address is lost that is set now
+                ours.send(msgspec.msgpack.encode(settings))
+                self._channel = ours
+            if self._closed.is_set():  # ``close`` may have killed the one before
+                self._kill()
+            try:
+                # SO_RCVTIMEO would begin again whenever a signal, or a container that is frozen, interrupts the call.
+                while (comes := frames.poll(1000 * patience_s)) and (data := ours.recv(MAX_MESSAGE_BYTES)):
+                    self._received(data)
+                    if data[0] == STARTED:
+                        patience_s = HANGS_S
+                if not comes:
+                    while_what = "" if self.up else " while it started"
+                    self.problem = f"The helper process for peers hung{while_what}, and was killed."
+            finally:
+                self.up = False
+                with self._lock:
+                    self._channel = None
+                self._start_ended.set()  # this one has failed
+                self._kill()
+                code = self._process.wait()
+                self.life += 1
+                self._refused_by_earlier = self.refused_handshakes
+                with self._lock:
+                    self._reads.clear()
+                if not self._closed.is_set():
+                    self.problem = self.problem or f"The helper process for peers ended ({code}); the log may say why."
+                self.fail_calls("The helper process for peers ended.")
+                self._on_end()
+
     def _start(self, channel: int) -> tuple[subprocess.Popen[bytes], HelperSettings]:
         """Start the process, which inherits its end of the channel. Returns it, and the settings to send."""
         settings, inherited, served = self._settings, [channel], -1
@@ -418,49 +462,6 @@ class PeerHelper:
         finally:
             if served >= 0:
                 os.close(served)
-
-    def _live(self) -> None:
-        """Start a helper, and handle its messages until it is gone."""
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with ours:
-            with theirs:
-                self._process, settings = self._start(theirs.fileno())
-            self._began = time.monotonic()
-            pinned = self._pool[2] if settings.listen else 0
-            patience_s, frames = STARTS_S + pinned / PINNED_PER_S, select.poll()
-            frames.register(ours, select.POLLIN)
-            self._start_ended.clear()
-            if self._closed.is_set():
-                self._start_ended.set()
-            with self._lock:  # so that no address is lost that is set now
-                ours.send(msgspec.msgpack.encode(settings))
-                self._channel = ours
-            if self._closed.is_set():
-                self._end()
-            try:
-                # SO_RCVTIMEO would begin again whenever a signal, or a container that is frozen, interrupts the call.
-                while (comes := frames.poll(1000 * patience_s)) and (data := ours.recv(MAX_MESSAGE_BYTES)):
-                    self._received(data)
-                    if data[0] == STARTED:
-                        patience_s = HANGS_S
-                if not comes:
-                    while_what = "" if self.up else " while it started"
-                    self.problem = f"The helper process for peers hung{while_what}, and was killed."
-            finally:
-                self.up = False
-                with self._lock:
-                    self._channel = None
-                self._start_ended.set()  # this one has failed
-                self._end()
-                code = self._process.wait()
-                self.life += 1
-                self._refused_by_earlier = self.refused_handshakes
-                with self._lock:
-                    self._reads.clear()
-                if not self._closed.is_set():
-                    self.problem = self.problem or f"The helper process for peers ended ({code}); the log may say why."
-                self.fail_calls("The helper process for peers ended.")
-                self._on_end()
 
     def _received(self, data: bytes) -> None:
         kind, number, ident, payload = parsed(data)
@@ -480,10 +481,10 @@ class PeerHelper:
             with self._lock:
                 self._reads.pop(ident, None)
         if (call := self._calls.get(ident)) is not None and call.peer == number:
-            if kind == FAILED or (kind == DONE) is not (call.kind == READ):
-                call.problem = payload.decode(errors="replace")
-            else:
+            if kind == (DONE if call.kind == READ else ANSWER):
                 call.reply = payload
+            else:
+                call.problem = payload.decode(errors="replace")
             call.ended.set()
 
     def _count_refused(self, count: int) -> None:

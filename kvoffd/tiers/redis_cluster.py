@@ -50,7 +50,7 @@ REMEMBERED_NAMES = 1024
 
 NO_SLOTS = "make a cluster of the servers (redis-cli --cluster create), or name one that is in it."
 
-LOST = ("timeout", "disconnected", "unreachable", "credentials", "busy")
+SKIPPED_AFTER = ("timeout", "disconnected", "unreachable", "credentials", "busy")
 """Kinds of errors after which a master is skipped for a while."""
 
 Address = tuple[str, int]
@@ -135,6 +135,7 @@ class RedisCluster(Store):
         self._open = partial(Redis, database=0, credentials=credentials, tls=tls, ttl_s=ttl_s, clustered=True)
         self._nodes: dict[Address, Redis] = {}
         self._down_until: dict[Address, float] = {}
+        """Time until which a master that failed is skipped. One that is here is pinged before it is used again."""
         self._owners: list[Address | None] = []
         """Master of each slot; empty while unknown."""
         self._stale_at = inf
@@ -145,9 +146,8 @@ class RedisCluster(Store):
     def connect(self) -> None:
         if not self._owners or time.monotonic() >= self._stale_at:
             self._find_owners()
-        for address in list(self._nodes):
-            self._reach(address)
-        if not any(map(self._reach, self._nodes)):
+        reached = list(map(self._reach, self._nodes))
+        if not any(reached):
             self._owners = []
             why = next((server.problem for server in self.servers if server.problem), "")
             raise StoreError("unreachable", f"No master of the cluster at {self._name} answers: {why}", final=True)
@@ -163,7 +163,7 @@ class RedisCluster(Store):
         node = self._nodes[address]
         try:
             node.connect()
-            if address in self._down_until:  # a stopped server accepts connections
+            if address in self._down_until:  # a server that was stopped accepts connections, and answers nothing
                 node.ping(time.monotonic() + node.connect_s)
         except StoreError as error:
             self._pause(address, error, raised=False)
@@ -232,7 +232,7 @@ class RedisCluster(Store):
         self._down_until = dict.fromkeys(self._down_until, 0.0)
         self.connect()
         for address in self._nodes:
-            self._down_until.setdefault(address, 0.0)  # a connection alone proves nothing
+            self._down_until.setdefault(address, 0.0)  # so that each is pinged
         up = {address for address in self._nodes if self._reach(address)}
         if len({at * COPIES // SLOTS for at, owner in enumerate(self._owners) if owner in up}) < NEEDED_COPIES:
             raise self._too_few()
@@ -280,19 +280,19 @@ class RedisCluster(Store):
             try:
                 self._raise_copies(numbers, generation, deadline)
             except StoreError as error:
-                if error.kind in LOST:
+                if error.kind in SKIPPED_AFTER:
                     raise
                 self._raise_at = time.monotonic() + RAISE_PAUSE_S  # a node with write permission does it
         return generation
 
     def touch(self, blocks: Sequence[Block], deadline: float) -> list[bool]:
-        return self._ask_all([block_name(block.group, block.key) for block in blocks], deadline)[1]
+        return self._ask_all([block_name(block.group, block.key) for block in blocks], deadline, touches=True)[1]
 
     def _ask_all(
-        self, names: Sequence[bytes], deadline: float, copies: Sequence[bytes] = ()
+        self, names: Sequence[bytes], deadline: float, copies: Sequence[bytes] = (), *, touches: bool = False
     ) -> tuple[dict[bytes, int], list[bool]]:
-        """Ask all masters at once, then receive from one after the other: the reachable copies of a generation, and
-        which names exist. Without copies, the names are touched."""
+        """Ask all masters at once, then receive from one after the other: the reachable copies of generations, and
+        which names exist. ``touches``: those that do count as used."""
         parts, copies_at = self._by_owner(names), self._by_owner(copies)
         if copies and sum(map(len, copies_at.values())) < NEEDED_COPIES:
             raise self._too_few()
@@ -301,16 +301,17 @@ class RedisCluster(Store):
         for address in addresses:
             asked = [names[at] for at in parts.get(address, ())]
             with self._exchange(address) as node:
-                if copies:
-                    node.send_questions(asked, deadline, [copies[at] for at in copies_at.get(address, ())])
-                else:
+                if touches:
                     node.send_touches(asked, deadline)
+                else:
+                    node.send_questions(asked, deadline, [copies[at] for at in copies_at.get(address, ())])
         for address in addresses:
             places = parts.get(address, [])
             with self._exchange(address, skips_busy=True) as node:
                 for at in copies_at.get(address, ()):
-                    elsewhere, number = node.elsewhere, node.generation_answer(copies[at], deadline)
-                    if node.elsewhere == elsewhere:
+                    before = node.elsewhere
+                    number = node.generation_answer(copies[at], deadline)
+                    if node.elsewhere == before:  # else this master does not have the copy
                         numbers[copies[at]] = number
                 for at, there in zip(places, node.answers(len(places), deadline), strict=True):
                     found[at] = there
@@ -376,7 +377,7 @@ class RedisCluster(Store):
                 self._stale_at, node.down = 0.0, None  # it may have lost its slots while cut off from the others
         except StoreError as error:
             skipped = skips_busy and error.kind == "busy"
-            if error.kind in LOST:
+            if error.kind in SKIPPED_AFTER:
                 self._pause(address, error, raised=not skipped)
             if not skipped:
                 self.close()

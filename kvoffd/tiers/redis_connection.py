@@ -75,19 +75,14 @@ class RedisConnection:
         """Return whether it is open, with nothing more to come, and its server was not demoted."""
         if self._socket is None or self._input or self._server == self._demoted.address:
             return False
-        return self._is_quiet(self._socket)
-
-    @staticmethod
-    def _is_quiet(connected: socket.socket) -> bool:
-        """Return whether the server has neither closed the connection nor sent anything unrequested."""
-        connected.settimeout(0)
+        self._socket.settimeout(0)
         try:
-            connected.recv(1)
+            self._socket.recv(1)
         except (BlockingIOError, ssl.SSLWantReadError):
             return True
         except OSError:
             pass
-        return False
+        return False  # the server has closed it, or sent something unrequested
 
     def open(self, connect_s: float) -> float:
         """Connect to the server that has the name now. Return the deadline for the login.
@@ -116,7 +111,7 @@ class RedisConnection:
             hint = WANTS_NO_TLS if "handshake" in str(error) or "SSL" in str(error) else ""
             why = f"{self.name} cannot be reached: {getattr(error, 'strerror', None) or error}.{hint}"
             raise StoreError("unreachable", why, final=True) from error
-        if self._replica not in (None, self._server):
+        if self._replica not in (None, self._server):  # the name leads to another server than the one that refused
             self._demoted.address = self._replica
         if self._demoted.address == self._server:  # it was made primary again, or the name has several addresses
             self._demoted.address = None

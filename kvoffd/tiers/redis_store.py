@@ -41,9 +41,9 @@ NEEDED_COMMANDS = (
     "and where the URL names a database +select"
 )
 _FIGURE = re.compile(r"^(maxmemory|used_memory|evicted_keys):([0-9]{1,18})\r?$", re.MULTILINE)
-ELSEWHERE = (b"-MOVED ", b"-ASK ", b"-CLUSTERDOWN ")
+ELSEWHERE_REPLIES = (b"-MOVED ", b"-ASK ", b"-CLUSTERDOWN ")
 """Error replies of a cluster's server for a key whose slot it does not own, or not serve."""
-BUSY = (b"-BUSY ", b"-LOADING ", b"-ERR max number of clients ")
+BUSY_REPLIES = (b"-BUSY ", b"-LOADING ", b"-ERR max number of clients ")
 """Error replies of a server that serves again later: while a script runs, while it loads its data, and to a connection
 beyond its ``maxclients``, which it closes."""
 
@@ -88,7 +88,7 @@ class Redis(Store):
         self._clustered = clustered
         """Whether the server is in a cluster: keys that it does not own now are absent, which is not a failure."""
         self.elsewhere = 0
-        """Number of answers that a key is elsewhere."""
+        """Number of answers that a key is elsewhere. ``RedisCluster`` reads it, and resets the two below."""
         self.moved = False
         """Whether such an answer said that the slot moved permanently."""
         self.down: StoreError | None = None
@@ -202,7 +202,8 @@ class Redis(Store):
         self._connection.send(self._further_gets(), deadline)
 
     def _further_gets(self) -> list[bytes]:
-        """Return the requests of further blocks if at most half of MAX_COMING_BYTES is still coming."""
+        """Return the requests of further blocks once at most half of MAX_COMING_BYTES is still coming: up to that, or
+        one larger block alone."""
         names: list[bytes] = []
         most = MAX_COMING_BYTES if self._coming_bytes <= MAX_COMING_BYTES // 2 else 0
         while self._unasked and (self._coming_bytes + self._unasked[0].nbytes <= most or not self._coming_bytes):
@@ -254,9 +255,9 @@ class Redis(Store):
     def _put_result(self, deadline: float) -> bool | StoreError | None:
         """Receive one answer, as ``put`` returns it; the error if a busy server refused it."""
         line = self._connection.line(deadline)
-        if self._is_elsewhere(line):
+        if self._note_if_elsewhere(line):
             return None
-        if line.startswith(BUSY):
+        if line.startswith(BUSY_REPLIES):
             return self._busy(line)
         if line.startswith(b"-OOM"):
             return False
@@ -317,9 +318,9 @@ class Redis(Store):
         self._send_words(words, deadline)
         self._check(self._connection.line(deadline), b"+")
 
-    def _is_elsewhere(self, line: bytes) -> bool:
+    def _note_if_elsewhere(self, line: bytes) -> bool:
         """Return whether a reply says that the key is elsewhere in the cluster, or not served; if so, note that."""
-        found = self._clustered and line.startswith(ELSEWHERE)
+        found = self._clustered and line.startswith(ELSEWHERE_REPLIES)
         self.elsewhere += found
         if found:
             self.moved = self.moved or line.startswith(b"-MOVED")
@@ -342,7 +343,7 @@ class Redis(Store):
         self.close()
         text = self._quoted(line[1:])
         code = text.partition(" ")[0]
-        if line.startswith(BUSY):
+        if line.startswith(BUSY_REPLIES):
             raise self._busy(line)
         if code == "NOPERM":
             why = f"{self._name} does not permit this user to do that ({text}); it needs {NEEDED_COMMANDS}."
@@ -377,7 +378,7 @@ class Redis(Store):
         absent, kinds = {b":0"}, set(answers)
         some = any(line.startswith(b":") for line in kinds)
         for line in kinds - {b":0", b":1"}:
-            if self._is_elsewhere(line) or (some and line.startswith(BUSY)):
+            if self._note_if_elsewhere(line) or (some and line.startswith(BUSY_REPLIES)):
                 absent.add(line)
             else:
                 self._check(line, b":")
@@ -387,11 +388,11 @@ class Redis(Store):
         """Return the length of the next value; None for no value, -1 for one of another type, which is not sent; the
         error if a busy server refuses it."""
         line = self._connection.line(deadline, HEAD_BYTES)
-        if line.startswith(BUSY):
+        if line.startswith(BUSY_REPLIES):
             return self._busy(line)
         if line.startswith(b"-WRONGTYPE"):
             return -1
-        if self._is_elsewhere(line):
+        if self._note_if_elsewhere(line):
             return None
         text = self._check(line, b"$")
         if not re.fullmatch(rb"-1|[0-9]{1,18}", text):

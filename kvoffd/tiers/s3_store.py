@@ -157,6 +157,8 @@ class S3(Store):
         self._came_at = 0.0
         """Time when a part of an object last came, or the wait began."""
         self._retry_until = self._answer_until = 0.0
+        """Times until which the running call sends a refused request again, and waits for single answers: see
+        RETRIED_SHARE and LATE_SHARE."""
 
     def connect(self) -> None:
         if self._loop is None:
@@ -215,11 +217,14 @@ class S3(Store):
         place = self._path(names[0]).rsplit("/", 2)[0]
         listed = await self._request(lambda: self._first_listed(place))
         now = time.monotonic()
+        has_all = len(listed) < MAX_LISTED
         for name in names:
             tag, number = self._tags.get(name, ("", 0))
-            found = listed.get(_place_of(name.decode()))
-            if (found is None and len(listed) < MAX_LISTED) or (found and found == tag):
-                self._remember(name, number if found else 0, now)
+            listed_tag = listed.get(_place_of(name.decode()))
+            if listed_tag is None and has_all:
+                self._remember(name, 0, now)
+            elif listed_tag and listed_tag == tag:
+                self._remember(name, number, now)
 
     async def _first_listed(self, place: str) -> dict[str, str]:
         """Return the ETags of the first objects below a path, by the last parts of their names."""
@@ -448,9 +453,9 @@ class S3(Store):
             for task in tasks:
                 task.cancel()
         errors = [error for error in failed if error is not None]
-        is_alone = [self._error(error).kind in UNANSWERED for error in errors]
-        if errors and (len(errors) == len(tasks) or not all(is_alone)):
-            raise errors[is_alone.index(False) if False in is_alone else 0]
+        others = [error for error in errors if self._error(error).kind not in UNANSWERED]
+        if others or (errors and len(errors) == len(tasks)):
+            raise (others or errors)[0]
         return [task.result() if error is None else unanswered for task, error in zip(tasks, failed, strict=True)]
 
     def _run(self, work: Awaitable[T], deadline: float) -> T:

@@ -77,8 +77,6 @@ POLLED_AT_ONCE = 1024
 MAX_OBJECT_BYTES = 500 * 2**20
 """Limit of a block: Redis accepts values of 512 MiB."""
 READERS = 2
-PARTIAL = "partial"
-"""Reason for which blocks are removed for all nodes: this node has more of them. Otherwise only it drops them."""
 
 HANGS_S = 0.5
 """Time after its deadline by which an ask must have begun."""
@@ -128,6 +126,7 @@ class SharedTier(Tier):
         self._answers = Answers(clock, ask_deadline_s, first.believed_s)
         self.generations = generations or Generations()
         self._poll_next = self.closed = False
+        """``_poll_next``: whether a poll is taken next, if one waits."""
         self._unfollowed: list[Raise] = []
         """Raises that a peer has not followed yet: ``tick`` asks again."""
         self._asked_keys = 0
@@ -159,6 +158,7 @@ class SharedTier(Tier):
         self._unanswered = False
         """Whether the last question about keys was not answered."""
         self._polled_at: dict[bytes, float] = {}
+        """Time of the last poll's answer about each namespace; inf while one is polled."""
         self._answered_about: dict[bytes, float] = {}
         """Time of the last answer about each namespace, whose generation is followed since."""
 
@@ -190,10 +190,10 @@ class SharedTier(Tier):
             return Found(bytes(len(keys)))
         question: Ask | None = None
         states = self._answers.states(group.tag, keys)
-        first, end = 0, len(keys)
-        if not prefix:  # by position, or each lookup that waits would ask for keys further from the end
+        first, end = 0, len(keys)  # the keys that may be asked for
+        if not prefix:  # the last ones, known or not: else each lookup that waits would ask further from the end
             first = max(0, end - self._store.most_window_keys)
-        elif (gap := states.find(ABSENT)) >= 0:
+        elif (gap := states.find(ABSENT)) >= 0:  # keys behind a gap are useless
             end = gap
         unknown = list(compress(range(first, end), states[first:end].translate(_IS_UNKNOWN)))
         if wanted := unknown[: MAX_ASKED - self._asked_keys]:
@@ -247,9 +247,9 @@ class SharedTier(Tier):
         self._writing.put(write)
         return True
 
-    def remove(self, group: BlockGroup, keys: Sequence[bytes], why: str) -> None:
+    def remove(self, group: BlockGroup, keys: Sequence[bytes], *, for_all_nodes: bool = False) -> None:
         self._answers.hide(group.tag, keys, HIDDEN_S)
-        if why == PARTIAL:
+        if for_all_nodes:
             self._remove_objects(group, keys)
 
     def _remove_objects(self, group: BlockGroup, keys: Sequence[bytes]) -> None:
@@ -341,11 +341,11 @@ class SharedTier(Tier):
         self._asking.end(StoreError("closed", f"{self.name} is being closed."))
         self._reading.end((Result.CANCELLED, None))
         self._writing.end(Result.CANCELLED)
-        ended = all([one.close(until) for one in (self._asking, self._reading, self._writing)])  # noqa: C419
-        if ended:
+        ended = [one.close(until) for one in (self._asking, self._reading, self._writing)]
+        if all(ended):
             for store in self._stores:
                 store.close()
-        return ended
+        return all(ended)
 
     # --- generations of namespaces ---------------------------------------------------------------
 
@@ -373,7 +373,7 @@ class SharedTier(Tier):
         for first in range(0, len(fingerprints), POLLED_AT_ONCE):
             asked = fingerprints[first : first + POLLED_AT_ONCE]
             for one in asked:
-                put_newest(self._polled_at, one, inf, MAX_NAMESPACES)  # until the answer
+                put_newest(self._polled_at, one, inf, MAX_NAMESPACES)
             self._asking.put(Poll(asked, self._clock() + RAISE_S))
 
     def tell(self, fingerprints: Iterable[bytes]) -> None:
@@ -405,14 +405,18 @@ class SharedTier(Tier):
             self._ask_ended(question, result if isinstance(result, Answer) else None)
         elif isinstance(question, Poll):
             self._poll_ended(question, result if isinstance(result, PollAnswer) else None)
-        elif isinstance(result, int):
-            self._record_generation(question.fingerprint, result)
-            question.ended, question.problem = True, ""
         else:
-            question.problem = str(result) or repr(result)
-            question.ended = not isinstance(result, Unfollowed) or self._clock() >= question.deadline
-            if not question.ended:
-                self._unfollowed.append(question)
+            self._raise_ended(question, result)
+
+    def _raise_ended(self, request: Raise, result: int | Exception) -> None:
+        if isinstance(result, int):
+            self._record_generation(request.fingerprint, result)
+            request.ended, request.problem = True, ""
+            return
+        request.problem = str(result) or repr(result)
+        request.ended = not isinstance(result, Unfollowed) or self._clock() >= request.deadline
+        if not request.ended:
+            self._unfollowed.append(request)
 
     def _poll_ended(self, poll: Poll, answer: PollAnswer | None) -> None:
         now = self._clock()
@@ -488,11 +492,11 @@ class SharedTier(Tier):
             self.health.wrote()
             counters.written_blocks += 1
             counters.written_bytes += group.nbytes
-        elif result is Result.PRESENT:
+        elif result is Result.EXISTED:
             counters.already_stored += 1
         else:
             counters.dropped_writes += 1
-        there = result in (Result.DONE, Result.PRESENT)
+        there = result in (Result.DONE, Result.EXISTED)
         if there and write.stored.group.generation == self.generations.fleet(group.fingerprint):
             self._answers.record(group.tag, [key], [True])
         write.on_end(result)

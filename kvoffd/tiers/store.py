@@ -157,8 +157,8 @@ class Store(ABC):
         keys_at_once: most keys of one ``ask``, after which other clients can have their turn.
         blocks_at_once, bytes_at_once: most blocks of one ``get`` or ``put``, and their bytes if there are several.
         failed_s: time for which a block whose read failed counts as absent.
-        follows: whether raising a generation to a number that it has already is enough, as for a peer, which may have
-            heard of it elsewhere. Any other store must get a higher one.
+        follows: whether it is a peer, which follows generations: one that it has already, as it heard of it elsewhere,
+            is not raised. Any other store must get a higher one.
         believed_s: time for which an existing block is not offered again. The store may lose it; an offer is a use.
         writers: threads that write. With several, one looks for existing blocks while another one's are being sent.
         servers: those of the store, the same object for all connections; None if they are unknown.
@@ -221,7 +221,7 @@ class Store(ABC):
         """Read blocks in this order, and yield each when its views are filled; None if there is none, and the error of
         one that alone cannot be read.
 
-        A result without a block may be the last one yielded.
+        After a result without a block it may yield no more.
         ``patience_s``: time for the next block to come; for concurrent ones, time in which no byte of any comes.
         After that it raises a StoreError of the kind ``timeout``.
         """
@@ -314,7 +314,7 @@ def check_url(url: str) -> None:
         usable = usable and re.search(r"[\s\x00-\x1f\x7f]", url) is None
     except ValueError:
         usable = False
-    wrong: list[str] = []
+    wrong: list[str] = []  # names in the query
     if usable and parts.scheme == "s3":
         wrong = _wrong_names(parts.query, lambda name, value: re.fullmatch(_S3_QUERY[name], value), _S3_QUERY)
         usable = re.fullmatch(r"(/[\w!.*'()-]+)*/?", parts.path, re.ASCII) is not None

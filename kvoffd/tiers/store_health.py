@@ -22,7 +22,7 @@ FULL_PAUSE_S = 5.0
 SHOWN_S = 60.0
 """Time for which a refused write is in health, unless one succeeds, and a full store counts as full."""
 STEADY_S = 5.0
-"""Time for which a store that was unreachable must be reachable until it counts as that again, for the log."""
+"""Time for which a store must be reachable again before the log says so."""
 LOGGED_S = 60.0
 """Interval after which an unexpected failure is logged with its traceback again."""
 
@@ -52,29 +52,30 @@ class StoreHealth:
         self._look_at = self._heard_at = clock()
         """Time of the next ``Look``, and of the last answer to any question."""
         self._steady_at = 0.0
-        """Time from which on a reachable store counts as that."""
+        """Time from which on a store that is reachable then is steadily reachable."""
         self._is_steady = False
         self._logged_at = clock() - LOGGED_S
 
     @property
     def accepts_writes(self) -> bool:
+        """Whether writes are tried: a refused one pauses them for some seconds."""
         return self._clock() >= self._accepts_at
 
     @property
     def refusal(self) -> str:
-        """Reason why the store refuses writes, a sentence; empty if it accepts them."""
+        """Reason why it refused the last write, a sentence; empty if it accepted that, or some time later."""
         return self._refusal if self._clock() < self._shown_until else ""
 
     def assume_steady(self) -> None:
-        """Take the store for reachable, and do not report that."""
+        """Take the store for steadily reachable, and do not report that."""
         self._is_steady = True
 
     def update_steady(self) -> bool:
-        """Update whether the store counts as reachable, at each tick; return whether it does now and did not before."""
+        """Update, at each tick, whether the store is steadily reachable; return whether it has become that."""
         now = self._clock()
         if self._breaker.open:
             self._is_steady, self._steady_at = False, now + (STEADY_S if self._breaker.opened else 0.0)
-            self._look_at = now
+            self._look_at = now  # as soon as it is reachable
         elif not self._is_steady and now >= self._steady_at:
             self._is_steady = True
             return True

@@ -32,7 +32,7 @@ class Result(StrEnum):
     """Result of a read or write."""
 
     DONE = "done"
-    PRESENT = "present"  # only of a write: the block existed already
+    EXISTED = "existed"  # only of a write: the block was there already
     GONE = "gone"  # removed, evicted or of an older generation
     CORRUPT = "corrupt"  # the bytes read are not those written; the block is removed
     FAILED = "failed"  # the device, server or file system failed
@@ -163,12 +163,10 @@ class Tier(ABC):
         """These blocks leave the pool: a disk's hand spares them once, as after a read. Ignores unknown blocks."""
 
     @abstractmethod
-    def remove(self, group: BlockGroup, keys: Sequence[bytes], why: str) -> None:
+    def remove(self, group: BlockGroup, keys: Sequence[bytes], *, for_all_nodes: bool = False) -> None:
         """Remove blocks for this node, also ones being written; a store's for 30 s. After a kill a disk may have them.
 
-        Args:
-            why: ``invalidated``; ``partial`` if the pool has more of them, which other nodes need too; or ``corrupt``,
-                which is not removed from a store shared by nodes.
+        ``for_all_nodes``: a store's are deleted too, as when the pool has more of them, which other nodes need.
         """
 
     def remove_all(self, fingerprint: bytes | None) -> int:

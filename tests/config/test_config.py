@@ -21,7 +21,7 @@ from kvoffd.config import (
     load_config,
     parse_address,
     parse_peer,
-    peer_places,
+    peer_addresses,
 )
 from kvoffd.memory_estimate import memory_estimate, memory_shortage, memory_summary
 from kvoffd.system.limits import MemoryLimit
@@ -105,9 +105,9 @@ def test_peers_are_nodes_networks_and_names_of_many() -> None:
     assert [one.is_one for one in of.values()] == [True, True, False, False]
     assert of["dns+engines.kv.:7400"] == Peer("dns+engines.kv.:7400", "engines.kv.", 7400, has_many=True)
     assert of["10.0.0.0/16:7400"].host == ip_network("10.0.0.0/16")
-    assert peer_places(["a:1", "b:1"]) == ["a:1", "b:1"]
+    assert peer_addresses(["a:1", "b:1"]) == ["a:1", "b:1"]
     for many in (["10.0.0.0/16:1"], ["dns+a:1"], ["dns+a:1", "10.0.0.0/16:1", "dns+b:1"]):
-        assert peer_places(["a:1", *many]) == ["a:1", *[""] * PEER_PLACES], "they share these"
+        assert peer_addresses(["a:1", *many]) == ["a:1", *[""] * PEER_PLACES], "they share these"
     for wrong in ("dns+", "dns+a", "dns+:7400", "dns+a b:7400"):
         assert "peers" in refusal({"peers": wrong})
 

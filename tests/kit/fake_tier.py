@@ -73,8 +73,8 @@ class FakeTier(Tier):
         self.questions: list[tuple[BlockGroup, bytes]] = []
         self.asked: list[bytes] = []
         """All keys that were ever asked for."""
-        self.removals: list[tuple[str, bytes]] = []
-        """What was removed, and why."""
+        self.removals: list[tuple[bytes, bool]] = []
+        """What was removed, and whether for all nodes."""
         self.hangs = self.refuses = False
         """``refuses``: writes alone."""
         self.most_bytes = 2**40
@@ -150,8 +150,8 @@ class FakeTier(Tier):
             if (found := self.blocks.pop((group.tag, key), None)) is not None:
                 self.blocks[group.tag, key] = found
 
-    def remove(self, group: BlockGroup, keys: Sequence[bytes], why: str) -> None:
-        self.removals += [(why, key) for key in keys]
+    def remove(self, group: BlockGroup, keys: Sequence[bytes], *, for_all_nodes: bool = False) -> None:
+        self.removals += [(key, for_all_nodes) for key in keys]
         self._remove({(group.tag, key) for key in keys}, tell=True)
 
     def remove_all(self, fingerprint: bytes | None) -> int:

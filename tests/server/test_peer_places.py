@@ -42,7 +42,7 @@ class Rig:
         self.tiers = [FakeTier() for _ in self.addresses]
         self.refuses = False
         self.places = PeerPlaces(
-            cast(Any, SimpleNamespace(connect=self.connect, reads=lambda number: False)),
+            cast(Any, SimpleNamespace(connect=self.connect, has_reads=lambda number: False)),
             names or [NAME],
             [FIXED],
             lambda source: source,

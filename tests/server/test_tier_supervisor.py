@@ -36,7 +36,7 @@ def disk_of(*fingerprints: bytes, generation: int = 0, written_bytes: int = 0) -
     rig = DiskRig()
     for number, fingerprint in enumerate(fingerprints):
         rig.write(block_of(number, make_block_group(fingerprint, generation, 0, [12_000])))
-    rig.tier._clearing.written(written_bytes)
+    rig.tier.counters.written_bytes += written_bytes
     assert rig.tier.close(1.0)
     return rig.files
 
@@ -221,7 +221,7 @@ def test_a_place_knows_nothing_of_the_peer_that_had_it_before() -> None:
     tier = rig.share(quiet, "peer://slow:7400")
     tier.idle, tier.become = True, partial(setattr, tier, "name")  # type: ignore[attr-defined]
     replace = partial(rig.tiering.replace_source, settings=quiet)
-    places = PeerPlaces(MagicMock(reads=lambda number: False), [], [], replace, rig.clock)
+    places = PeerPlaces(MagicMock(has_reads=lambda number: False), [], [], replace, rig.clock)
     places.add(0, cast(Any, tier), rig.tiering.sources[-1])
     (place,) = places._places
     place.source.reads.speed.measured, place.source.failures["overdue"] = 1.0, 3

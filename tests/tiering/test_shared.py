@@ -514,11 +514,11 @@ def test_what_others_use_stays_there_whatever_this_node_drops(rig: TieringHarnes
     space = rig.open()
     rig.put(space, keys_of(1, 2))
     rig.cache.invalidate(space, [(0, keys_of(1))])
-    assert shared.removals == [("invalidated", keys_of(1))], "it must not come straight back"
+    assert shared.removals == [(keys_of(1), False)], "it must not come straight back"
     (check,) = rig.cache.integrity.checks(rig.blocks(space, keys_of(2)))
     assert not rig.cache.integrity.check(check.slot, check.sequence, check.checksum + 1)
     assert len(shared.removals) == 1, "a whole one may come from there"
-    assert ("corrupt", keys_of(2)) in rig.tier.removals
+    assert (keys_of(2), False) in rig.tier.removals
     rig.cache.reset(space)
     assert len(shared.removals) == 1
 
@@ -527,7 +527,7 @@ def test_a_store_with_less_of_a_block_than_the_pool_drops_it(rig: TieringHarness
     space = rig.open()
     rig.put(space, keys_of(1), first_block=1)
     rig.put(space, keys_of(1))
-    assert shared.removals == [("partial", keys_of(1))]
+    assert shared.removals == [(keys_of(1), True)]
 
 
 def test_used_blocks_are_offered_again_within_the_budget(rig: TieringHarness) -> None:
@@ -535,7 +535,7 @@ def test_used_blocks_are_offered_again_within_the_budget(rig: TieringHarness) ->
     budget = rig.tiering.writers[1].budget
     space = rig.open()
     rig.put(space, keys_of(1))
-    for lease, result in enumerate((Result.DONE, Result.PRESENT)):
+    for lease, result in enumerate((Result.DONE, Result.EXISTED)):
         rig.tiering.tick()
         tier.end_all(fault=result)
         tier.blocks.clear()  # the store forgets

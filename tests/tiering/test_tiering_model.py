@@ -162,7 +162,7 @@ class TieringMachine(RuleBasedStateMachine):
     @rule(
         space=st.integers(0, 1),
         chain=chains,
-        fault=st.sampled_from([None, None, Result.PRESENT]),
+        fault=st.sampled_from([None, None, Result.EXISTED]),
         then=st.sampled_from(["", "ask", "ask twice", "ask for more", "store", "no answer", "no space"]),
     )
     def put_down(self, space: int, chain: list[int], fault: Result | None, then: str) -> None:
@@ -197,7 +197,7 @@ class TieringMachine(RuleBasedStateMachine):
         self.end(tier, job, fault)
 
     def end(self, tier: FakeTier, job: Job, fault: Result | None) -> None:
-        if job.block is not None and fault is not Result.PRESENT:
+        if job.block is not None and fault is not Result.EXISTED:
             (writer,) = [writer for writer in self.rig.tiering.writers if tier in writer._tiers]
             self.spent[id(writer)] += job.group.nbytes
         tier.end(job, fault=None if fault is Result.DONE else fault)

@@ -72,7 +72,7 @@ def test_what_was_lost_in_the_tier_is_written_again_when_it_is_used_or_cold() ->
     space = rig.open()
     rig.put(space, keys_of(*range(30)))
     go_on(rig)
-    rig.tier.remove(rig.group(space), [keys_of(number) for number in range(30)], "")
+    rig.tier.remove(rig.group(space), [keys_of(number) for number in range(30)])
     rig.use(space, keys_of(5))
     rig.bring_up()
     assert rig.in_tier(space, keys_of(*range(30))) == 1, "it is used"
@@ -103,7 +103,7 @@ def test_what_is_written_goes_before_what_waits() -> None:
     space = rig.open()
     for first in (0, 16):
         rig.put(space, keys_of(*range(first, first + 16)))
-    rig.tier.remove(rig.group(space), [], "")
+    rig.tier.remove(rig.group(space), [])
     rig.tiering.tick()
     for _ in range(4):  # the roots of the first chain
         rig.tier.end(next(iter(rig.tier.jobs)))

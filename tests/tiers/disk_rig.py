@@ -196,7 +196,7 @@ class DiskRig:
         return [number for number, state in zip(numbers, found, strict=True) if state]
 
     def remove(self, *numbers: int, group: BlockGroup = GROUP) -> None:
-        self.tier.remove(group, [key_of(number) for number in numbers], "invalidated")
+        self.tier.remove(group, [key_of(number) for number in numbers])
 
     def reset(self, fingerprint: bytes) -> int:
         """As a reset does that is noted; returns the namespace's generation then."""

@@ -153,7 +153,7 @@ class SharedConformance:
         ours, theirs = node(), node()
         block = ours.block(1)
         ours.store(block)
-        ours.tier.remove(block.group, [block.key], "invalidated")
+        ours.tier.remove(block.group, [block.key])
         assert ours.ask(block) == [Answer.NO]
         assert theirs.load(block) is DONE
 

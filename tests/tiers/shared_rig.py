@@ -123,7 +123,7 @@ class SharedRig:
         return ended[0]
 
     def store(self, *blocks: Block) -> None:
-        assert {self.write(block) for block in blocks} <= {Result.DONE, Result.PRESENT}
+        assert {self.write(block) for block in blocks} <= {Result.DONE, Result.EXISTED}
 
     def store_some(self, count: int) -> list[Block]:
         """Write the first so many blocks."""
@@ -133,7 +133,7 @@ class SharedRig:
 
     def remove(self, block: Block) -> None:
         """For all nodes."""
-        self.tier.remove(block.group, [block.key], "partial")
+        self.tier.remove(block.group, [block.key], for_all_nodes=True)
 
     def raise_generation(self, fingerprint: bytes) -> Raise:
         """Make all of a namespace void for all nodes; ended, with what went wrong."""

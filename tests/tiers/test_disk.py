@@ -271,7 +271,7 @@ def test_keys_of_several_lengths_are_found_and_removed() -> None:
     rig.restart()
     asked = [*keys, bytes(32)]
     assert list(rig.tier.find(GROUP, asked, prefix=False).states) == [1, 1, 1, 1, 0]
-    rig.tier.remove(GROUP, keys[1:], "invalidated")
+    rig.tier.remove(GROUP, keys[1:])
     assert list(rig.tier.find(GROUP, asked, prefix=False).states) == [1, 0, 0, 0, 0]
     rig.work()
     rig.check()
@@ -629,12 +629,16 @@ def test_what_waits_when_it_is_closed_is_cancelled() -> None:
     assert rig.there([1, 2, 3]) == [1]
 
 
-def test_lifetime_bytes_and_age_outlive_a_kill(rig: DiskRig) -> None:
+@pytest.mark.parametrize("fails", [False, True])
+def test_lifetime_bytes_and_age_outlive_a_kill(rig: DiskRig, fails: bool) -> None:
     rig.write(*map(block_of, range(3)))
     written = rig.tier.lifetime_written_bytes
     assert written >= 3 * 12_000
-    rig.tier.tick()
-    rig.work()
+    if fails:
+        rig.files.fault = fails_first("note")
+    for _ in range(1 + fails):
+        rig.tier.tick()
+        rig.work()
     rig.clock.now += 7200
     rig.kill()
     assert rig.tier.lifetime_written_bytes == written

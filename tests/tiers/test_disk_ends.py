@@ -70,7 +70,7 @@ class Life(DiskRig):
             case "invalidate":
                 of_one = [name for name in sorted(self.known) if name[0] == self.group(ONE)]
                 gone = self.random.sample(of_one, min(3, len(of_one)))  # also evicted ones
-                self.tier.remove(self.group(ONE), [key for _, key in gone], "invalidated")
+                self.tier.remove(self.group(ONE), [key for _, key in gone])
                 self.invalidated |= {*gone}
             case "reset":
                 self.reset(self.random.choice((ONE, OTHER)))

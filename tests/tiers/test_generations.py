@@ -7,7 +7,8 @@ import random
 import pytest
 from msgspec import json
 
-from kvoffd.tiers.generations import AHEAD_S, MAX_GENERATION, Generations, Resets
+from kvoffd.tiers.generations import AHEAD_S, Generations, Resets
+from kvoffd.tiers.header import MAX_GENERATION
 from tests.kit.amount import TIMES
 
 NAMES = [bytes([number]) * 32 for number in range(3)]

@@ -265,7 +265,7 @@ def test_what_is_wrong_with_a_peer_is_said_of_each(lender: Lender, full: int, ca
     said = wait_until(lambda: next((text for text in caplog.messages if "were refused" in text), ""))
     assert "has another secret" in said
     assert helper.close(10.0)
-    lender.helper._end()  # the next helper begins at 0, and the count goes on
+    lender.helper._kill()  # the next helper begins at 0, and the count goes on
     before = lender.helper.refused_handshakes
     other = Reader(lender.port, secret=SECRET + b"?")
     wait_until(lambda: lender.helper.refused_handshakes > before, 30.0)
@@ -619,12 +619,12 @@ def test_a_peer_whose_blocks_do_not_come_costs_its_own_reads_only(
         wait_until(is_stuck)
         for _ in range(3):
             both.right(other, *range(BLOCKS), peer=1)
-        assert both.helper.reads(0)
-        assert not both.helper.reads(1)
+        assert both.helper.has_reads(0)
+        assert not both.helper.has_reads(1)
     finally:
         os.kill(lender.helper.pid, signal.SIGCONT)
     wait_until(lambda: _works(both, lender), 30.0)
-    wait_until(lambda: not both.helper.reads(0))
+    wait_until(lambda: not both.helper.has_reads(0))
     assert both.helper.life == 0
     both.close()
     other.close()
@@ -755,19 +755,19 @@ def test_reads_that_nobody_waits_for_leave_no_memory_taken(lender: Lender, reade
 
 def test_addresses_and_rdma_ports_that_are_up_are_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peer_helper, "INFINIBAND", tmp_path)
-    addresses = peer_helper.links()
+    addresses = peer_helper.interfaces()
     assert "127.0.0.1" in addresses
     for device, state in (("mlx5_0", "4: ACTIVE\n"), ("mlx5_1", "1: DOWN\n")):
         (tmp_path / device / "ports/1").mkdir(parents=True)
         (tmp_path / device / "ports/1/state").write_text(state)
-    assert peer_helper.links() == addresses | {"mlx5_0": 0}
+    assert peer_helper.interfaces() == addresses | {"mlx5_0": 0}
 
 
 def test_a_link_that_was_down_for_a_moment_is_not_known() -> None:
     """While NIXL started, UCX may not have seen it."""
     with Network(1) as network:
         code = (
-            "import subprocess; from kvoffd.tiers.peer_helper import unbroken_links as unbroken\n"
+            "import subprocess; from kvoffd.tiers.peer_helper import unbroken_interfaces as unbroken\n"
             "with unbroken() as known: pass\n"
             "with unbroken() as after: [subprocess.run(['ip', 'link', 'set', 'tun0', to]) for to in ('down', 'up')]\n"
             "with unbroken() as again: subprocess.run(['ip', 'address', 'add', '10.78.0.1/24', 'dev', 'tun0'])\n"

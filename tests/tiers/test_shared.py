@@ -564,6 +564,20 @@ def test_a_store_that_keeps_no_generation_hides_none_of_a_poll(store: FaultyStor
     assert "+set" in rig.tier.health.refusal
 
 
+def test_a_poll_gives_no_generation_back_over_a_number_that_no_node_can_have_written(
+    store: FaultyStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = SharedRig(store.url, generations={ONE: 7, OTHER: 7}).reachable()
+    monkeypatch.setattr(rig.tier._store, "generations", lambda fingerprints, deadline: [-1, 6])
+    raised = Mock(return_value=7)
+    monkeypatch.setattr(rig.tier._store, "raise_generation", raised)
+    rig.tier.poll([ONE, OTHER])
+    rig.until(lambda: rig.tier.answered_about(OTHER) > 0)
+    assert [call.args[:3] for call in raised.call_args_list] == [(OTHER, 6, 7)]
+    assert rig.tier.answered_about(ONE) < 0
+    assert rig.kinds == {"generation": 1}
+
+
 def test_all_namespaces_are_polled_together_once_one_is_due(store: FaultyStore, rig: SharedRig) -> None:
     """However far apart they were opened: else each would be a question of its own for ever."""
     now = time.monotonic()

@@ -87,7 +87,7 @@ def test_each_answer_stands_for_its_time_and_is_asked_for_then(rig: Rig, found: 
 def test_invalidated_keys_stay_absent_whatever_is_answered(rig: Rig, asked: bool) -> None:
     if asked:
         assert rig.find() == [ASKED]
-    rig.tier.remove(GROUP, [KEY], "invalidated")
+    rig.tier.remove(GROUP, [KEY])
     assert rig.find() == [ABSENT]
     rig.answer(True)
     rig.clock.now += HIDDEN_S - 0.01
@@ -118,11 +118,11 @@ def test_a_block_whose_read_failed_is_absent_as_long_as_its_store_says(
     assert rig.find() == [ASKED]
 
 
-@pytest.mark.parametrize("result", [Result.DONE, Result.PRESENT])
+@pytest.mark.parametrize("result", [Result.DONE, Result.EXISTED])
 def test_invalidated_while_written_a_block_is_not_read(rig: Rig, result: Result) -> None:
     ends: list[Result] = []
     assert rig.tier.write(Block(GROUP, KEY, (0,), (1,)), [0], ends.append)
-    rig.tier.remove(GROUP, [KEY], "invalidated")
+    rig.tier.remove(GROUP, [KEY])
     rig.tier._writing.end(result)
     assert ends == [result]
     assert rig.find() == [ABSENT]

@@ -241,7 +241,7 @@ def test_without_one_master_the_others_are_read(masters: RedisCluster, fault: si
     assert 0 < sum(there) < len(fresh)
 
     def is_taken(number: int) -> bool:
-        return rig.write(rig.block(number)) in {DONE, Result.PRESENT}
+        return rig.write(rig.block(number)) in {DONE, Result.EXISTED}
 
     for number, others_take in zip(fresh, there, strict=True):
         if others_take:
@@ -343,7 +343,7 @@ def test_keys_of_a_slot_that_moves_are_misses() -> None:
             each.until(lambda each=each: each.ask_anew(moved) == [Answer.YES])
             assert each.load(moved) is DONE
         rig.forget()
-        rig.until(lambda: rig.write(moved) is Result.PRESENT)
+        rig.until(lambda: rig.write(moved) is Result.EXISTED)
         for each in (rig, other):
             assert not each.kinds
             assert each.tier.breaker.opened == 0
@@ -422,7 +422,7 @@ def test_a_replica_that_becomes_master_serves_all(fault: str) -> None:
                 )
             )
         late = next(block for block in map(rig.block, range(50, 99)) if home_of(block) == 1)
-        rig.until(lambda: rig.write(late) in (DONE, Result.PRESENT))
+        rig.until(lambda: rig.write(late) in (DONE, Result.EXISTED))
         for block in [*blocks, late]:
             other.until(lambda block=block: other.ask_anew(block) == [Answer.YES])
             assert other.load(block) is DONE
