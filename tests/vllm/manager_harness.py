@@ -131,7 +131,7 @@ class ManagerHarness:
     def scan(self, name: str = "r", computed: int = 0) -> bool:
         """vLLM asks for a request in its next step, and scans its keys unless it waits; whether a lookup was sent."""
         before, request, context = len(self.client.asked), self.requests[name], self.contexts[name]
-        self.manager.waits._is_first = True
+        self.manager.waits._must_wake = True
         self.manager.lookups.queue.begin_step()
         if not self.manager.waits.pass_over(name, computed):
             self.waits[name] = not self.prepare(name, computed)

@@ -30,9 +30,10 @@ MIN_AHEAD, MAX_AHEAD = 2, 256
 """Fewest and most prompts that are looked up ahead."""
 MAX_LOOKED_UP = 4096
 """Most prompts that are looked up, those that wait for a tier included: each may hold a lease, and pin blocks."""
-ASKED_AT_ONCE, ASKED_KEYS = 32, 8192
-"""Prompts that vLLM came to and that are looked up in one step, in addition to the window; and keys after which no
-further one is in this step."""
+ASKED_AT_ONCE = 32
+"""Most prompts behind the window that are looked up in one step, because vLLM came to them."""
+ASKED_KEYS = 8192
+"""Once these have this many keys, no further one is looked up in this step."""
 JUDGED_AT_ONCE = 4
 """Prompts waiting for a tier that one step looks at again: each takes 50 to 100 µs. The others follow in turns."""
 MAX_STALE = 1024
@@ -54,18 +55,19 @@ class Parked:
     """A prompt that a step passes over.
 
     Attributes:
-        own_tokens: tokens that vLLM's own cache had when it was parked.
+        own_tokens: tokens that vLLM's own cache had when it was parked. With another number it is not passed over.
         until: time, by the engine's clock, at which it is looked at again.
         future: an answer that wakes it; None for none.
-        in_turns: only JUDGED_AT_ONCE of these are woken in a step, also by answers: the one that has been due for
-            longest, then the most urgent, else those that are due first.
+        in_turns: its time or answer does not wake it, but makes it due. A step wakes JUDGED_AT_ONCE of those that are
+            due: first the one that is due for longest, then the most urgent.
         priority: vLLM's priority of one that is in turns.
         is_due: its time or answer has come, and it waits for its turn.
-        ask_order: for one that asks what a shared store has, a number: these become due together, in the order of their
-            numbers, when the first is to ask again. A store's blocks are promoted in that order.
-        ask_at: time at which such a one is to ask again.
+        ask_order: number of the prompt, if a shared store is being asked for its keys; else None. When the first of
+            these is to be looked up again, all become due, in the order of their numbers: a store's blocks are
+            promoted in that order.
+        ask_at: time at which such a prompt is to be looked up again.
         for_load: the end of a load wakes it.
-        lookup_keys: keys that are to be looked up, if it waits until it may be; else 0.
+        lookup_keys: number of its keys, if it waits until it may be looked up; else 0.
     """
 
     own_tokens: int
@@ -105,7 +107,7 @@ class PromptQueue:
         self._parked: dict[str, Parked] = {}
         self._by_time: list[tuple[float, int, str, Parked]] = []
         """Heap of the parked that are not in turns, and of some that were woken, by ``until``."""
-        self._turns: list[tuple[float, int, str, Parked]] = []
+        self._not_due: list[tuple[float, int, str, Parked]] = []
         """The same of those in turns that are not due."""
         self._due: list[tuple[float, int, str, Parked]] = []
         """Heap of those in turns that are due, and of some that were woken, by priority and the order in which they
@@ -146,11 +148,10 @@ class PromptQueue:
         return len(self._window) + len(self._awaiting_tier) >= MAX_LOOKED_UP
 
     def take_lookup(self, request_id: str, keys: int) -> bool:
-        """Return whether a prompt of this many keys that vLLM came to, or will before others, may be looked up now, and
-        count it.
+        """Take one of the step's lookups for a prompt of this many keys. Return whether it may be looked up now.
 
-        Those behind may be if few others were in this step: the queue's order may be another one than vLLM's, and what
-        is before them may not run.
+        A prompt behind the window may be if few others were in this step: vLLM came to it, so what is before it in the
+        queue may not run, or vLLM's order is another one. Others always may.
         """
         if request_id not in self._behind or self.has_space:
             return True
@@ -210,7 +211,7 @@ class PromptQueue:
             self._for_loads[request_id] = None
         if parked.lookup_keys:
             self._for_lookups[request_id] = parked.lookup_keys
-        self._push(self._turns if parked.in_turns else self._by_time, parked.until, request_id, parked)
+        self._push(self._not_due if parked.in_turns else self._by_time, parked.until, request_id, parked)
 
     def _push(self, heap: list[tuple[float, int, str, Parked]], key: float, request_id: str, parked: Parked) -> None:
         """Add a parked prompt to a heap, behind those of the same key."""
@@ -238,8 +239,8 @@ class PromptQueue:
         return next((parked.future for parked in self._for_answers.values()), None)
 
     @property
-    def has_turns_left(self) -> bool:
-        """Whether some of the parked prompts wait only for their turn in one of the next steps."""
+    def has_work(self) -> bool:
+        """Whether the next step will wake some of the parked prompts: they are due, or may be looked up."""
         return bool(self._due_since) or (bool(self._for_lookups) and not self.is_full)
 
     def begin_step(self) -> None:
@@ -248,7 +249,7 @@ class PromptQueue:
 
     def wake_for_lookups(self) -> None:
         """Wake as many of the prompts that wait until they may be looked up as still may be in this step."""
-        keys_left = self._keys_left
+        keys_left = self._keys_left  # take_lookup() takes them when vLLM comes to the prompts
         for request_id, keys in [*islice(self._for_lookups.items(), self._lookups_left)]:
             if keys_left <= 0:
                 break
@@ -267,11 +268,12 @@ class PromptQueue:
         while self._by_time and self._by_time[0][0] <= now:
             self._wake_entry(heappop(self._by_time))
         self._make_askers_due(now)
-        while self._turns and self._turns[0][0] <= now:
-            _, _, request_id, parked = heappop(self._turns)
+        while self._not_due and self._not_due[0][0] <= now:
+            _, _, request_id, parked = heappop(self._not_due)
             if self._parked.get(request_id) is parked:
                 self._make_due(request_id, parked)
-        if self._due_since and self._turns_left == JUDGED_AT_ONCE:  # or urgent ones could take all turns for ever
+        # The step's first turn is not by priority, so that urgent prompts cannot take all turns for ever.
+        if self._due_since and self._turns_left == JUDGED_AT_ONCE:
             self._turns_left -= self._unpark(next(iter(self._due_since)))
         while self._turns_left and self._due_since:
             self._turns_left -= self._wake_entry(heappop(self._due))
@@ -317,5 +319,5 @@ class PromptQueue:
         return self._parked.pop(request_id, None) is not None
 
     def first_ahead(self, most: int) -> Iterator[str]:
-        """Yield the first prompts of the window that are not parked."""
+        """Yield those of the first ``most`` prompts of the window that are not parked."""
         return (request_id for request_id in [*islice(self._window, most)] if request_id not in self._parked)

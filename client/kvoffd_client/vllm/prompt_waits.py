@@ -62,8 +62,8 @@ class PromptWaits:
         self.late_times_sum = 0.0
         self._hashes_left = SCANNED_HASHES
         """Block hashes of prompts behind another load that this step may still scan."""
-        self._is_first = True
-        """Whether vLLM has come to no prompt in this step yet."""
+        self._must_wake = True
+        """Whether parked prompts were not woken in this step yet: vLLM has come to none."""
         self._may_pause = True
         """Whether an idle engine may pause in this step: it has not, and no prompt has come since the step before."""
 
@@ -77,7 +77,7 @@ class PromptWaits:
         self._engine_clock.read()
         self._engine_clock.is_idle = is_idle
         self._answer_wait.begin_step(is_idle=is_idle)
-        self._is_first = self._may_pause = True
+        self._must_wake = self._may_pause = True
         self._hashes_left = SCANNED_HASHES
         self._queue.begin_step()
         self._times.begin_step()
@@ -91,13 +91,13 @@ class PromptWaits:
     def pass_over(self, request_id: str, own_tokens: int) -> bool:
         """Return whether vLLM passes over a request, because it is parked. The first call of a step wakes what is due;
         an idle engine pauses here once in a step, unless the next one has something to do."""
-        if self._is_first:
-            self._is_first = False
+        if self._must_wake:
+            self._must_wake = False
             self._wake()
         if not self._queue.is_parked(request_id, own_tokens):
             return False
         may_pause = self._engine_clock.is_idle and self._may_pause and self._engine.may_pause
-        if not may_pause or self._queue.has_turns_left:
+        if not may_pause or self._queue.has_work:
             return True
         self._pause()
         return self._queue.is_parked(request_id, own_tokens)
