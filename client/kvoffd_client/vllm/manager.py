@@ -126,7 +126,11 @@ class KvoffdManager(OffloadingManager):
 
     def begin_step(self, request_tokens: Collection[int]) -> None:
         """Record the start of a step with these numbers of tokens per request, look up the next prompts of the queue;
-        regularly report to the daemon."""
+        regularly report to the daemon.
+
+        vLLM has scheduled this step by now. What ``waits`` and the queue allow "in a step" they allow from here on,
+        while vLLM schedules the next one.
+        """
         self.outcomes.decide()
         self.harm.prefill.begin_step(request_tokens)
         self.waits.begin_step(is_idle=not request_tokens)
@@ -233,7 +237,7 @@ class KvoffdManager(OffloadingManager):
         self._engine_clock.read()  # the time until now is not the new request's
         if not self.lookups.queue.has_waiting:
             self._engine_clock.begin_waits()
-        self.waits.arrived()
+        self.waits.skip_pause()
         hints = read_hints(req_context, self._hints_option)
         # kv_load_tiers of the request: the pool is vLLM's primary tier, which requests cannot exclude.
         state = RequestState(
@@ -257,7 +261,7 @@ class KvoffdManager(OffloadingManager):
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> KeyedSpec:
         if (state := self.requests.get(req_context.req_id)) is None:
-            spec = self.groups.spec_of(keys, b"")
+            spec = self.groups.spec_of(keys, b"")  # it has ended; without a lease the load fails
         else:
             spec = self.groups.spec_of(keys, state.adapter.content)
             tails = [key for key in keys if key in state.scan.tail_results]
@@ -265,7 +269,7 @@ class KvoffdManager(OffloadingManager):
                 spec.lease_id, spec.load_tokens = answer.future.lease_id, state.scheduling.loaded_tokens
                 if state.adapter.content:
                     self.adapters.will_load(state.request.lora_request)
-                if tails:  # they were found by a repeat, which the policy does not see
+                if tails:  # only repeated lookups ask for tails, and the daemon does not show those to its policy
                     used = self.groups.spec_of(tails, state.adapter.content)
                     self.namespace.client.show_used(used.keys, giver=state.hints.giver)
         spec.request_id = req_context.req_id
@@ -291,7 +295,7 @@ class KvoffdManager(OffloadingManager):
         if (state := self.requests.pop(req_context.req_id, None)) is None:
             return
         self.lookups.queue.remove(req_context.req_id)
-        was_scheduled = state.was_reported  # else it has stored nothing that its hints could name
+        was_scheduled = state.was_reported  # an outcome is reported for each that was; others have stored nothing
         self.outcomes.request_ended(state)
         if was_scheduled:
             self.lookups.hint_sender.send_end_hints(state)

@@ -41,7 +41,7 @@ class PromptWaits:
         do_no_harm: a prompt waits for promotions only while loading is expected to be faster than computing.
 
     Attributes:
-        late_times_sum: sum of the times at which lookups were given up.
+        late_times_sum: sum of the times at which lookups were given up, of which their mean age is made.
     """
 
     def __init__(
@@ -82,8 +82,9 @@ class PromptWaits:
         self._queue.begin_step()
         self._times.begin_step()
 
-    def arrived(self) -> None:
-        """Have an idle engine not pause in the next step: vLLM comes to the new prompt after those that are parked."""
+    def skip_pause(self) -> None:
+        """Have an idle engine not pause in the next step, because a prompt has arrived: vLLM comes to those that are
+        parked before it."""
         self._may_pause = False
 
     # --- parked prompts ----------------------------------------------------------------------------
@@ -160,9 +161,12 @@ class PromptWaits:
     ) -> bool:
         """Prepare the results of vLLM's scan of a request, which must see a single answer.
 
-        Take an answer that has come, ask again if it may not be the best one any more, and wait a moment for the next.
-        ``own_tokens`` are in vLLM's own cache, in whole blocks; ``engine_has_all``: as many as it can use, so
-        nothing is loaded but a tail, unless ``engine_has_tail``. False: the request waits, and vLLM must not scan now.
+        Return False if the request waits: then it is parked if that is for an answer, and vLLM must not scan it now.
+
+        Args:
+            own_tokens: tokens in vLLM's own cache, in whole blocks.
+            engine_has_all: those are all that vLLM can use: nothing can be loaded but a tail.
+            engine_has_tail: vLLM's own cache has the longest tail, too.
         """
         tail_tokens = self._engine.tail_tokens
         fits_tail = bool(tail_tokens) and own_tokens + tail_tokens < state.request.num_prompt_tokens
@@ -180,7 +184,7 @@ class PromptWaits:
         return may_scan
 
     def _prepare(self, state: RequestState, own_tokens: int, *, may_have_tail: bool) -> bool:
-        """Do as ``prepare_scan``, in this order: take the answer that has come; if it is outdated, ask again; wait a
+        """Do as ``prepare_scan``, in this order: take the answer that has come; if it is outdated, look up again; wait a
         moment for the next answer; if that should come later, park the request, else show the scan the last one."""
         wait, scan, namespace = state.wait, state.scan, self._namespace
         if (scan.engine_has_all and not may_have_tail) or not scan.may_load or namespace.problem:
@@ -190,13 +194,14 @@ class PromptWaits:
         if not (namespace.registered and namespace.client.ready):
             return not self._wait_for_workers(state)
         if self._lookups.take_answer(state) or state.answer is None:
-            # Before the next lookup: where steps are long, one would be on its way whenever vLLM comes here.
+            # No wait for a tier ends while a lookup is in flight, and where steps are long there would always be one:
+            # so judge before the next is sent.
             wait.awaits_tier = self._judge_tier_wait(state)
         if self._needs_lookup(state, own_tokens) and not self._look_up_in_turn(state, own_tokens):
             return False
         late_at = 0.0
         if (lookup := state.in_flight) is not None:
-            if not lookup.future.done:  # else it is taken
+            if not lookup.future.done:
                 late_at = self._wait_for_answer(state, lookup, own_tokens)
             self._lookups.take_answer(state)
         wait.awaits_tier = self._judge_tier_wait(state)
@@ -213,15 +218,18 @@ class PromptWaits:
         return True
 
     def found_before(self, state: RequestState, own_tokens: int) -> FoundTokens | None:
-        """Return the result of a request's last scan, if another one would find the same; else None."""
+        """Return the result of a request's last scan, if another one would find the same; else None.
+
+        Before ``prepare_scan``, that is by what is known: an answer that has come since is not taken yet.
+        """
         found = state.wait.found
         if found is None or state.answer is None or found.basis != self._basis(state, own_tokens):
             return None
         return found
 
     def most_loadable(self, state: RequestState, own_tokens: int) -> int | None:
-        """Return the most tokens that a request's scan could find by the answer that has come. None without one, or if
-        blocks may be there since: then a scan asks again."""
+        """Return the most tokens that a request's scan could find by the answer that has come. None if nobody can say
+        before ``prepare_scan``: no answer has come, or blocks come up from tiers, which the next answer will show."""
         lookup = state.in_flight
         answer = lookup if lookup is not None and lookup.future.done else state.answer
         if answer is None or answer.future.failed:
@@ -246,7 +254,7 @@ class PromptWaits:
             wait.found = FoundTokens(tokens, self._basis(state, own_tokens))
         elif wait.awaits_tier and state.answer is not None:
             self._park(state, own_tokens, min(wait.tier.ask_at, wait.tier.judge_at))
-        elif not state.request.num_preemptions:  # else its own stores may not have ended
+        elif not state.request.num_preemptions:  # a preempted one waits for its own stores, whose end does not wake it
             until = self._engine_clock.read() + LOAD_PAUSE_S
             self._queue.park(request_id, Parked(own_tokens, until, for_load=True))
 
@@ -268,9 +276,6 @@ class PromptWaits:
 
     def _wait_for_workers(self, state: RequestState) -> bool:
         """Have a request wait a moment for the workers to report their memory or registration. Return whether it does.
-
-        An engine that computes gets the reports in its steps anyway; an idle one may have an old report. Without a
-        daemon none would help.
         """
         namespace, client = self._namespace, self._namespace.client
         if client.unreachable:
@@ -281,14 +286,16 @@ class PromptWaits:
             return True
         if not client.ready:
             return False
+        # The workers have registered, or will not. The last report of an idle engine may be old: have it run steps for
+        # a new one. An engine that computes runs them anyway.
         since = self._begin_wait(state)
         return self._engine_clock.is_idle and self._engine_clock.read() - since < MIN_COMPUTED_S
 
     def _needs_lookup(self, state: RequestState, own_tokens: int) -> bool:
-        """Return whether a request is to be looked up again: its answer may not be the best, and it may wait for one.
+        """Return whether a request is to be looked up: it lacks an answer, or has an outdated one and still has time.
 
-        While others store what it lacks, each answer may be outdated when it comes; once the time for one is over, the
-        last one counts.
+        Each answer may be outdated when it comes, while others store what it lacks. So all that follow one another
+        share the time for a single one. After that the last one counts.
         """
         if state.in_flight is not None or not self._lookups.is_outdated(state):
             return False
@@ -298,8 +305,11 @@ class PromptWaits:
         return self._engine_clock.read() < since + self._allowed_s(state, state.request.num_tokens - own_tokens)
 
     def _look_up_in_turn(self, state: RequestState, own_tokens: int) -> bool:
-        """Look a request up. False if it is parked instead, because many others were in this step. Once that takes too
-        long it is looked up all the same, or continues with what it has (``gave_up_lookup``) if too many are."""
+        """Look a request up, or park it if many others were looked up in this step. Return whether it continues.
+
+        One that was parked for as long as it may wait for an answer is looked up all the same. If the queue is full it
+        continues without (``gave_up_lookup``).
+        """
         request_id, keys = state.request.request_id, self._lookups.keys_of(state)
         if not self._queue.take_lookup(request_id, keys):
             until = self._begin_wait(state) + self._allowed_s(state, state.request.num_tokens)
@@ -330,7 +340,7 @@ class PromptWaits:
         now = self._engine_clock.read()
         if now >= late_at and not lookup.future.done and not lookup.given_up:
             lookup.given_up = wait.tier.has_ended = True
-            if allowed_s:
+            if allowed_s:  # else it was not waited for, as the last ones were late: that says nothing new
                 answer_wait.record_reply(now - lookup.sent_at_engine)
             self._counters[metrics.LATE_LOOKUPS] += 1
             self.late_times_sum += self._lookups.clock()
