@@ -72,13 +72,13 @@ def leading_hits(results: bytes) -> int | None:
 
 
 def last_window(results: bytes, size: int, last_size: int) -> int:
-    """Return the end of the last window of ``size`` HITs, or of ``last_size`` if it ends at the last chunk.
+    """Return the end of the last window: ``size`` HITs, or ``last_size`` at the end of ``results``.
 
     If there is none, the number of leading HITs. ``results`` has no COMES.
     """
     if results.endswith(HIT * last_size):
         return len(results)
-    # HITs at the end that are too few for the last window are not of an earlier one.
+    # An earlier window: the HITs at the end are fewer than ``last_size``.
     found = results.rfind(HIT * size, 0, results.rfind(MISS) + 1)
     return found + size if found >= 0 else len(results) - len(results.lstrip(HIT))
 
