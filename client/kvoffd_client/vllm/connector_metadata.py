@@ -203,8 +203,8 @@ class WorkerNews(OffloadingWorkerMetadata):
             merged.completed_jobs,
             merged.transfer_stats,
             {**other.failed_jobs, **self.failed_jobs},
-            # All ranks have the same tokens of a job, so the slowest one is last.
-            dict(sorted([*self.load_times.items(), *other.load_times.items()])),
+            # All ranks have the same tokens of a job, so the larger pair is that of the slower rank.
+            self.load_times | {job: max(one, self.load_times.get(job, one)) for job, one in other.load_times.items()},
             min(credits_bytes, default=None),
             self.memory | other.memory,
             max(self.waited_s, other.waited_s),
