@@ -48,8 +48,8 @@ from kvoffd_client.vllm.load_admission import Admission, LoadAdmission
 from kvoffd_client.vllm.log import is_no_refusal, logger
 from kvoffd_client.vllm.manager import KvoffdManager
 from kvoffd_client.vllm.request_state import RequestState
-from kvoffd_client.vllm.scans import search_bytes
-from kvoffd_client.vllm.spec import KvoffdSpec, name_spec
+from kvoffd_client.vllm.scans import replace_searches
+from kvoffd_client.vllm.spec import KvoffdSpec, register_spec
 from kvoffd_client.vllm.worker import KvoffdWorker
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ class KvoffdConnector(OffloadingConnector):
         # vLLM's scheduler reads the policy later; its default fails a request whose load failed. With MultiConnector
         # it reads MultiConnector's.
         policy, transfer_config.kv_load_failure_policy = transfer_config.kv_load_failure_policy, "recompute"
-        name_spec(transfer_config)
+        register_spec(transfer_config)
         super().__init__(vllm_config, role, kv_cache_config)
         if role == KVConnectorRole.WORKER:
             self._begin_worker(vllm_config, kv_cache_config, options.salt)
@@ -117,7 +117,7 @@ class KvoffdConnector(OffloadingConnector):
     def _begin_scheduler(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
         self._manager: KvoffdManager = self.connector_scheduler.manager
         self._waits, requests = self._manager.waits, self._manager.requests
-        search_bytes(self.connector_scheduler, self._manager.groups, lambda request_id: requests[request_id].scan)
+        replace_searches(self.connector_scheduler, self._manager.groups, lambda request_id: requests[request_id].scan)
         self._admission = LoadAdmission(
             vllm_config, kv_cache_config, clock=self._manager.clock, is_loading=self._manager.is_loading
         )
@@ -523,7 +523,7 @@ class KvoffdConnector(OffloadingConnector):
 
         Each API server gets the statistics of only some of the steps, so the most recent value of a gauge counts.
         """
-        name_spec(vllm_config.kv_transfer_config)
+        register_spec(vllm_config.kv_transfer_config)
         gauge = functools.partial(metric_types[Gauge], multiprocess_mode="mostrecent")
         return super().build_prom_metrics(vllm_config, {**metric_types, Gauge: gauge}, *args)
 

@@ -83,10 +83,10 @@ def last_window(results: bytes, size: int, last_size: int) -> int:
     return found + size if found >= 0 else len(results) - len(results.lstrip(HIT))
 
 
-def search_bytes(scheduler: Any, groups: ChunkGroups, scan_of: Callable[[str], PreparedScan]) -> None:
-    """Have vLLM's offloading scheduler search the bytes of a request's ``scan_of``; it has two searches.
+def replace_searches(scheduler: Any, groups: ChunkGroups, scan_of: Callable[[str], PreparedScan]) -> None:
+    """Replace the two searches of vLLM's offloading scheduler: search the bytes of ``scan_of`` a request.
 
-    Windows of which some chunks come, which are few, are left to vLLM's own search.
+    Windows with chunks that are being promoted are few, and left to vLLM's own search.
     """
     search_windows = scheduler._sliding_window_lookup
     indices = {group.group_id: index for index, group in enumerate(groups)}

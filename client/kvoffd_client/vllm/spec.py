@@ -156,7 +156,7 @@ def _without_resources(error: Exception) -> str:
     )
 
 
-def name_spec(transfer_config: KVTransferConfig) -> None:
+def register_spec(transfer_config: KVTransferConfig) -> None:
     """Register our spec with vLLM, so that users need not configure it."""
     name = KvoffdSpec.__name__
     try:
