@@ -9,7 +9,7 @@ from typing import Any, cast
 from vllm.v1.kv_offload.base import LookupResult, OffloadKey, ReqContext
 
 from kvoffd_client import NamespaceSpec, SchedulerClient
-from kvoffd_client.vllm.connector_metadata import ChunkGroup
+from kvoffd_client.vllm.chunk_groups import ChunkGroup
 from kvoffd_client.vllm.engine_facts import EngineFacts
 from kvoffd_client.vllm.engine_namespace import EngineNamespace, MemoryState
 from kvoffd_client.vllm.hints import HintsOption

@@ -17,7 +17,7 @@ from vllm.v1.request import Request
 
 from kvoffd_client.vllm import block_tokens
 from kvoffd_client.vllm.block_tokens import HostBlockEvents
-from kvoffd_client.vllm.connector_metadata import ChunkGroup
+from kvoffd_client.vllm.chunk_groups import ChunkGroup
 from kvoffd_proto import events
 
 BLOCK_TOKENS, KEY_BYTES = 32, 32

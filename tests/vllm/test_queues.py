@@ -12,7 +12,8 @@ from vllm.v1.kv_cache_interface import KVCacheGroupSpec, SlidingWindowSpec
 from vllm.v1.kv_offload.base import OffloadKey, ReqContext
 
 from kvoffd_client import NamespaceSpec
-from kvoffd_client.vllm.connector_metadata import GROUP_ID_BYTES, FailedJob, WorkerNews
+from kvoffd_client.vllm.chunk_groups import GROUP_ID_BYTES
+from kvoffd_client.vllm.connector_metadata import FailedJob, WorkerNews
 from kvoffd_client.vllm.engine_namespace import Search
 from kvoffd_client.vllm.prompt_queue import ASKED_AT_ONCE, JUDGED_AT_ONCE, MAX_AHEAD
 from kvoffd_client.vllm.waits import MAX_RETRY_PAUSE_S

@@ -13,7 +13,7 @@ from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVCacheEvent
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import BlockHash, hash_block_tokens, maybe_convert_block_hash
 
-from kvoffd_client.vllm.connector_metadata import GROUP_ID_BYTES, ChunkGroup
+from kvoffd_client.vllm.chunk_groups import GROUP_ID_BYTES, ChunkGroup
 from kvoffd_client.vllm.engine_namespace import EngineNamespace
 from kvoffd_proto.events import MEDIUM_CPU, MEDIUM_STORAGE, AllBlocksCleared, KvEvent
 from kvoffd_proto.events import BlockStored as DaemonStored

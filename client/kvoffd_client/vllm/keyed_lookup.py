@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from vllm.v1.kv_offload.base import LookupResult, OffloadKey
 
 from kvoffd_client.scheduler_client import LookupFuture, StoredKeys
-from kvoffd_client.vllm.connector_metadata import ChunkGroup, wire_keys
+from kvoffd_client.vllm.chunk_groups import ChunkGroup, wire_keys
 from kvoffd_proto.messages import ABSENT, COMING, READY, WRITING
 
 HIT, COMES, MISS = b"h", b"c", b"m"
@@ -160,8 +160,8 @@ class KeyedLookup:
 
     @property
     def most_usable_tokens(self) -> int:
-        """Most tokens that can be loaded, by the group with the fewest: up to its last ready chunk, or to its first that
-        is not ready if only prefixes can be used; and one chunk more if tails were looked up."""
+        """Most tokens that can be loaded, by the group with the fewest: up to its last ready chunk, or up to its first
+        that is not ready if only prefixes can be used; and one chunk more if tails were looked up."""
         tokens = []
         for index, group in enumerate(self.groups):
             last = self.leading_ready(index) if self.only_prefixes else self.chunk_states(index).rfind(_READY) + 1

@@ -21,8 +21,9 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvoffd_client.vllm import metrics
 from kvoffd_client.vllm.adapters import AdapterContents
+from kvoffd_client.vllm.chunk_groups import ChunkGroup, ChunkGroups, KeyedSpec
 from kvoffd_client.vllm.compute_times import ComputeTimes
-from kvoffd_client.vllm.connector_metadata import ChunkGroup, ChunkGroups, FailedJob, KeyedSpec, WorkerNews
+from kvoffd_client.vllm.connector_metadata import FailedJob, WorkerNews
 from kvoffd_client.vllm.do_no_harm import DoNoHarm
 from kvoffd_client.vllm.engine_facts import EngineFacts
 from kvoffd_client.vllm.engine_namespace import EngineNamespace

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from vllm.v1.kv_offload.base import OffloadKey
 
-from kvoffd_client.vllm.connector_metadata import Place
+from kvoffd_client.vllm.chunk_groups import Place
 from kvoffd_client.vllm.keyed_lookup import NOT_COMING, KeyedLookup
 from kvoffd_proto.messages import COMING, READY, SHARED
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from msgspec import structs
 
-from kvoffd_client.vllm.connector_metadata import ChunkGroups
+from kvoffd_client.vllm.chunk_groups import ChunkGroups
 from kvoffd_client.vllm.engine_namespace import EngineNamespace
 from kvoffd_client.vllm.keyed_lookup import KeyedLookup
 from kvoffd_client.vllm.prompt_report import report_of, report_of_failed

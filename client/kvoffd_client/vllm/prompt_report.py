@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from msgspec import structs
 
-from kvoffd_client.vllm.connector_metadata import ChunkGroup, wire_keys
+from kvoffd_client.vllm.chunk_groups import ChunkGroup, wire_keys
 from kvoffd_client.vllm.keyed_lookup import KeyedLookup
 from kvoffd_client.vllm.promoted_blocks import ASKED, LACKED, PromotedBlocks
 from kvoffd_client.vllm.request_state import PromptWait, RequestState

@@ -184,8 +184,8 @@ class PromptWaits:
         return may_scan
 
     def _prepare(self, state: RequestState, own_tokens: int, *, may_have_tail: bool) -> bool:
-        """Do as ``prepare_scan``, in this order: take the answer that has come; if it is outdated, look up again; wait a
-        moment for the next answer; if that should come later, park the request, else show the scan the last one."""
+        """Do as ``prepare_scan``, in this order: take the answer that has come; if it is outdated, look up again; wait
+        a moment for the next answer; if it may come later, park the request, else show the scan the last one."""
         wait, scan, namespace = state.wait, state.scan, self._namespace
         if (scan.engine_has_all and not may_have_tail) or not scan.may_load or namespace.problem:
             if state.last is None and scan.may_load:
@@ -275,8 +275,7 @@ class PromptWaits:
         return self._answer_wait.allowed_s(self._times.seconds(state.request.request_id, tokens))
 
     def _wait_for_workers(self, state: RequestState) -> bool:
-        """Have a request wait a moment for the workers to report their memory or registration. Return whether it does.
-        """
+        """Return whether a request waits for the workers to report their memory, or its registration."""
         namespace, client = self._namespace, self._namespace.client
         if client.unreachable:
             return False

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from kvoffd_client.vllm import metrics
 from kvoffd_client.vllm.adapters import AdapterContents
-from kvoffd_client.vllm.connector_metadata import ChunkGroups, wire_keys
+from kvoffd_client.vllm.chunk_groups import ChunkGroups, wire_keys
 from kvoffd_client.vllm.engine_facts import EngineFacts
 from kvoffd_client.vllm.engine_namespace import EngineNamespace
 from kvoffd_client.vllm.hint_sender import HintSender

@@ -8,7 +8,7 @@ from typing import Any
 
 from vllm.v1.kv_offload.base import LookupResult, OffloadKey, ReqContext
 
-from kvoffd_client.vllm.connector_metadata import ChunkGroups, Place
+from kvoffd_client.vllm.chunk_groups import ChunkGroups, Place
 from kvoffd_client.vllm.keyed_lookup import COMES, HIT, MISS, RESULTS, KeyedLookup, result_of
 
 

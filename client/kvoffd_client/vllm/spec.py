@@ -24,8 +24,8 @@ from kvoffd_client.memory import Registration
 from kvoffd_client.namespace import LABEL_IN_NAME, NamespaceSpec
 from kvoffd_client.ordered_sender import OrderedSender
 from kvoffd_client.scheduler_client import SchedulerClient
+from kvoffd_client.vllm.chunk_groups import ChunkGroup
 from kvoffd_client.vllm.config import parse_options
-from kvoffd_client.vllm.connector_metadata import ChunkGroup
 from kvoffd_client.vllm.engine_namespace import EngineNamespace
 from kvoffd_client.vllm.kv_memory import NotShareable, RecordedEvent, SharedKvMemory, registration_of
 from kvoffd_client.vllm.log import logger

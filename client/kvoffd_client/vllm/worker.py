@@ -11,12 +11,8 @@ from vllm.v1.kv_offload.base import GPULoadStoreSpec, OffloadingWorker, Transfer
 
 from kvoffd_client.namespace import NamespaceSpec
 from kvoffd_client.ordered_sender import OrderedSender, StreamMark
-from kvoffd_client.vllm.connector_metadata import (
-    NO_LEASE,
-    FailedJob,
-    KeyedSpec,
-    WorkerNews,
-)
+from kvoffd_client.vllm.chunk_groups import NO_LEASE, KeyedSpec
+from kvoffd_client.vllm.connector_metadata import FailedJob, WorkerNews
 from kvoffd_client.vllm.kv_memory import NotShareable
 from kvoffd_client.vllm.log import logger
 from kvoffd_client.worker_client import Job, WorkerClient
@@ -112,7 +108,7 @@ class KvoffdWorker(OffloadingWorker):
         return self._client.epoch if self._client is not None and self._client.ready else None
 
     def compare_daemon(self, daemon: int) -> None:
-        """Log why the memory is not registered with the scheduler's ``daemon``, unless it is or the reason was logged."""
+        """Log why the memory is not registered with the scheduler's ``daemon``, unless it is, or that was logged."""
         if self._client is None or self.problem:
             return
         why = self._client.problem
@@ -230,9 +226,7 @@ class KvoffdWorker(OffloadingWorker):
         failed, self._failed_requests = self._failed_requests, set()
         return failed
 
-    def _record_failure(
-        self, job_id: int, error: ErrorCode | None, keys: Sequence[GroupKeys] = ()
-    ) -> TransferResult:
+    def _record_failure(self, job_id: int, error: ErrorCode | None, keys: Sequence[GroupKeys] = ()) -> TransferResult:
         """Record why a job failed, and return a success for vLLM."""
         spec = self._specs.pop(job_id, None)
         if spec is not None:
