@@ -37,7 +37,7 @@ from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.kv_cache_interface import MambaSpec, iter_layer_specs
 
 from kvoffd_client.vllm.adapters import LiveAdapters
-from kvoffd_client.vllm.block_tokens import HostBlockEvents
+from kvoffd_client.vllm.host_block_events import HostBlockEvents
 from kvoffd_client.vllm.config import check_engine, check_groups, machine_id, parse_options
 from kvoffd_client.vllm.connector_metadata import ConnectorMetadata, WorkerNews
 from kvoffd_client.vllm.engine_facts import facts_of
