@@ -16,8 +16,8 @@ from vllm.v1.kv_offload.base import make_offload_key
 from vllm.v1.request import Request
 
 from kvoffd_client.vllm import host_block_events
-from kvoffd_client.vllm.host_block_events import HostBlockEvents
 from kvoffd_client.vllm.chunk_groups import ChunkGroup
+from kvoffd_client.vllm.host_block_events import HostBlockEvents
 from kvoffd_proto import events
 
 BLOCK_TOKENS, KEY_BYTES = 32, 32

@@ -37,12 +37,12 @@ from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.kv_cache_interface import MambaSpec, iter_layer_specs
 
 from kvoffd_client.vllm.adapters import LiveAdapters
-from kvoffd_client.vllm.host_block_events import HostBlockEvents
 from kvoffd_client.vllm.config import check_engine, check_groups, machine_id, parse_options
 from kvoffd_client.vllm.connector_metadata import ConnectorMetadata, WorkerNews
 from kvoffd_client.vllm.engine_facts import facts_of
 from kvoffd_client.vllm.engine_namespace import MemoryState
 from kvoffd_client.vllm.fingerprint import collect_factors, label_of, namespace_of
+from kvoffd_client.vllm.host_block_events import HostBlockEvents
 from kvoffd_client.vllm.live_weights import LiveWeights, has_experts_elsewhere
 from kvoffd_client.vllm.load_admission import Admission, LoadAdmission
 from kvoffd_client.vllm.log import is_no_refusal, logger

@@ -1,4 +1,4 @@
-"""The daemon's blocks as vLLM's KV events for routers, which match prompts by token ids: stores send those of blocks."""
+"""The daemon's blocks as vLLM's KV events, for routers. These match prompts by token ids, which stores send along."""
 
 from __future__ import annotations
 

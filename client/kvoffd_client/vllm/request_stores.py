@@ -8,11 +8,11 @@ from math import inf
 from vllm.v1.kv_offload.base import OffloadKey, PrepareStoreOutput, ReqContext
 
 from kvoffd_client.vllm import metrics
-from kvoffd_client.vllm.host_block_events import HostBlockEvents
 from kvoffd_client.vllm.chunk_groups import GROUP_ID_BYTES, ChunkGroups, KeyedSpec, wire_keys
 from kvoffd_client.vllm.do_no_harm import DoNoHarm
 from kvoffd_client.vllm.engine_facts import EngineFacts
 from kvoffd_client.vllm.engine_namespace import EngineNamespace
+from kvoffd_client.vllm.host_block_events import HostBlockEvents
 from kvoffd_client.vllm.keyed_lookup import KeyedLookup
 from kvoffd_client.vllm.request_state import RequestState
 from kvoffd_proto.messages import GroupKeys
