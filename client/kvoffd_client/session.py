@@ -393,7 +393,7 @@ class Session(Closing):
         self._transport.notify()
 
     def _expire(self, now: float) -> None:
-        """Fail late requests. Ask for a sign of life if there are any, or if all have failed and no reply came since."""
+        """Fail late requests. Ask for a sign of life if there are any, or if all have failed and no reply came yet."""
         late = [request_id for request_id, (deadline, _) in self._pending.items() if deadline <= now]
         for request_id in late:
             entry = self._pending.pop(request_id, None)
