@@ -103,7 +103,7 @@ def clear(
 
 
 def _show_keepers(keepers: Sequence[str], cleared: Sequence[NamespaceInfo], fingerprint: bytes | None) -> None:
-    """Print who keeps copies of what was cleared, of all namespaces if ``fingerprint`` is None, and how to void them."""
+    """Print who keeps copies of what was cleared (all namespaces if ``fingerprint`` is None), and how to void them."""
     keep = "keeps its copies" if len(keepers) == 1 else "keep their copies"
     say(f"{printable(', '.join(keepers))} {keep}, and prompts load them again. To void them on all nodes:")
     # The daemon has forgotten those that no engine has open: they need their whole fingerprints.
