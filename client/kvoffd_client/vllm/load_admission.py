@@ -114,8 +114,7 @@ class LoadAdmission:
         self.has_deferred = False
 
     def record_scheduled(self, request: Request, *, computed_s: float) -> None:
-        """Record that a request is scheduled. ``computed_s``: time that computing what it loads would take; 0 if that is
-        nothing."""
+        """Record that a request is scheduled. ``computed_s``: time to compute what it loads; 0 if it loads nothing."""
         self._loaded = {other: load for other, load in self._loaded.items() if not other.is_finished()}
         self._loaded.pop(request, None)
         if computed_s:

@@ -259,6 +259,7 @@ class PromptWaits:
             self._queue.park(request_id, Parked(own_tokens, until, for_load=True))
 
     def _basis(self, state: RequestState, own_tokens: int) -> ScanBasis:
+        # The last prepare_scan() showed no answer if nothing may be loaded.
         answer = state.answer if state.scan.answer is not None else None
         return ScanBasis(answer, own_tokens, state.wait.awaits_tier, self._lookups.load_changes)
 
