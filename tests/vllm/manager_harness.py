@@ -58,7 +58,7 @@ class ManagerHarness:
             sleep=self.sleep,
         )
         self.begin_engine()
-        self.prefill = self.manager.harm.prefill
+        self.prefill = self.manager.prefill
         self.manager.begin_step([1])
         self.report("weights")
 

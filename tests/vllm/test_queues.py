@@ -346,7 +346,7 @@ def test_a_prompt_whose_next_block_is_stored_in_every_step_waits_no_longer_than_
     for _ in range(3):
         engine.step()
     engine.answers = False
-    engine.manager.harm.prefill.tokens_per_second = 10_000.0
+    engine.manager.prefill.tokens_per_second = 10_000.0
     request = engine.add("r", document(1, 100))
     began = engine.clock.now
     for key in map(bytes, request.block_hashes[:-1]):

@@ -67,10 +67,12 @@ class KvoffdManager(OffloadingManager):
         waits: what requests wait for.
         stores: stores of blocks, within the credit.
         outcomes: reports of prompts.
-        harm: measurements of loads, stores and computing.
+        prefill: how fast the engine computes prompts.
+        harm: which loads and stores cost more than they save.
         times: when prompts would be computed.
     """
 
+    prefill: PrefillRate
     harm: DoNoHarm
     times: ComputeTimes
 
@@ -118,9 +120,9 @@ class KvoffdManager(OffloadingManager):
 
     def begin_engine(self, engine: EngineFacts) -> None:
         """Set properties of the engine's configuration, before the first request."""
-        prefill = PrefillRate(self.clock, engine.most_running, engine.prompt_step_tokens)
-        self.harm = DoNoHarm(self.clock, prefill, active=self._do_no_harm)
-        self.times = ComputeTimes(engine, prefill, self.namespace, self.requests, self.lookups.loading)
+        self.prefill = PrefillRate(self.clock, engine.most_running, engine.prompt_step_tokens)
+        self.harm = DoNoHarm(self.clock, self.prefill, active=self._do_no_harm)
+        self.times = ComputeTimes(engine, self.prefill, self.namespace, self.requests, self.lookups.loading)
         self.lookups.begin_engine(engine)
         self.waits.begin_engine(engine, self.harm, self.times)
         self.stores.begin_engine(engine, self.harm)
@@ -133,16 +135,16 @@ class KvoffdManager(OffloadingManager):
         while vLLM schedules the next one.
         """
         self.outcomes.decide()
-        self.harm.prefill.begin_step(request_tokens)
+        self.prefill.begin_step(request_tokens)
         self.waits.begin_step(is_idle=not request_tokens)
         self.lookups.begin_step()
         # Counts are kept until the daemon answers: lookups are late when it does not.
         if self.clock() >= self._reports.due_at and self.namespace.client.ready:
-            self._reports.send(self.harm.prefill.tokens_per_second, self.waits.late_times_sum)
+            self._reports.send(self.prefill.tokens_per_second, self.waits.late_times_sum)
 
     def take_events(self) -> Sequence[KVCacheEvent]:
         """Record that a step has ended; return events of the daemon's blocks for the engine's stream."""
-        self.harm.prefill.step_ended()
+        self.prefill.step_ended()
         events = self.stores.events
         return events.take(self.namespace) if events is not None else ()
 
