@@ -201,8 +201,8 @@ class KvoffdConnector(OffloadingConnector):
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         """Prepare the step's stores. It starts no loads: handle_preemptions() has.
 
-        The next step's handle_preemptions() starts the stores; if this step has no tokens, they start now. vLLM
-        prepares them in wait_for_save(), which Model Runner V1 with speculative decoding calls only in the last
+        The next step's handle_preemptions() starts the stores; in a step without tokens, its own get_finished() does.
+        vLLM prepares them in wait_for_save(), which Model Runner V1 with speculative decoding calls only in the last
         pipeline stage.
         """
         metadata: ConnectorMetadata = self._get_connector_metadata()

@@ -93,8 +93,8 @@ class LoadAdmission:
         self._clock, self._is_loading = clock, is_loading
         groups = kv_cache_config.kv_cache_groups
         self._specs = [next(iter(iter_layer_specs(one.kv_cache_spec))) for one in groups if not one.host_resident]
-        self._most_blocks = [_most_blocks(spec, vllm_config) for spec in self._specs]
-        """Most blocks of each spec that vLLM gives to a request."""
+        self._most_by_spec = [_most_blocks(spec, vllm_config) for spec in self._specs]
+        """Most blocks of each spec that vLLM gives to a request of any length."""
         self._context_parallel = vllm_config.parallel_config.decode_context_parallel_size
         self._step_tokens = vllm_config.max_in_flight_tokens
         self._prompt_step_tokens = prompt_step_tokens_of(vllm_config.scheduler_config)
@@ -192,7 +192,7 @@ class LoadAdmission:
     def _blocks_of(self, tokens: int, cached: int) -> float:
         """Return the most blocks that a request of ``tokens``, ``cached`` of them computed, may have at once."""
         blocks = 0.0
-        for spec, most in zip(self._specs, self._most_blocks, strict=True):
+        for spec, most in zip(self._specs, self._most_by_spec, strict=True):
             size = self._block_tokens(spec)
             if window := _window_of(spec):
                 needed = cdiv(min(tokens, window + min(tokens - cached, self._step_tokens)), size) + 1
