@@ -28,8 +28,14 @@ one prompt. vLLM makes a key of each hash, in about a microsecond."""
 class PromptWaits:
     """The waits of the prompts that are not scheduled. vLLM comes to each of them in each step.
 
-    ``pass_over`` passes over those that are parked. For others ``prepare_scan`` takes the answer and decides whether
-    vLLM may scan it now. ``found_before`` or vLLM's scan finds the tokens, and ``record_scan`` keeps them.
+    Then the connector asks in this order, until it finds that the prompt waits:
+
+    1. ``pass_over``: it is parked.
+    2. ``found_before``, else ``most_loadable``: whatever it may load must wait for other prompts' loads. Of those behind
+       a load that waits for space, ``take_scan`` lets a few continue.
+    3. ``prepare_scan``: it waits for an answer. Else vLLM may scan that.
+    4. ``found_before``, else vLLM's scan: it waits for blocks to be promoted, or to be loaded for another prompt.
+       ``record_scan`` keeps the result.
 
     Args:
         lookups: the prompts' lookups, which this sends and takes.
