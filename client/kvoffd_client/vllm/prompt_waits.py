@@ -31,8 +31,8 @@ class PromptWaits:
     Then the connector asks in this order, until it finds that the prompt waits:
 
     1. ``pass_over``: it is parked.
-    2. ``found_before``, else ``most_loadable``: whatever it may load must wait for other prompts' loads. Of those behind
-       a load that waits for space, ``take_scan`` lets a few continue.
+    2. ``found_before``, else ``most_loadable``: whatever it may load must wait for other prompts' loads. Behind a load
+       that waits for space, ``take_scan`` lets a few continue.
     3. ``prepare_scan``: it waits for an answer. Else vLLM may scan that.
     4. ``found_before``, else vLLM's scan: it waits for blocks to be promoted, or to be loaded for another prompt.
        ``record_scan`` keeps the result.
