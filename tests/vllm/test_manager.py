@@ -479,7 +479,7 @@ def test_a_prompt_that_waits_for_a_tier_is_one_that_waits() -> None:
     """The time until the next prompt comes is not that one's alone."""
     harness = DiskHarness()
     harness.ask(coming=1, wait_s=2.0)
-    harness.manager.lookups.queue.wake_all()
+    harness.manager.lookups.queue.parked.wake_all()
     assert harness.manager.lookups.queue.has_waiting
 
 

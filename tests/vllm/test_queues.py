@@ -15,7 +15,8 @@ from kvoffd_client import NamespaceSpec
 from kvoffd_client.vllm.chunk_groups import GROUP_ID_BYTES
 from kvoffd_client.vllm.connector_metadata import FailedJob, WorkerNews
 from kvoffd_client.vllm.engine_namespace import Search
-from kvoffd_client.vllm.prompt_queue import ASKED_AT_ONCE, JUDGED_AT_ONCE, MAX_AHEAD
+from kvoffd_client.vllm.parked_prompts import JUDGED_AT_ONCE
+from kvoffd_client.vllm.prompt_queue import ASKED_AT_ONCE, MAX_AHEAD
 from kvoffd_client.vllm.waits import MAX_RETRY_PAUSE_S
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.messages import GroupKeys, Outcome
@@ -192,8 +193,8 @@ def test_an_idle_engine_does_not_rest_while_prompts_wait_for_their_turn(make: Ma
     """Of those whose answers come together few are looked at in a step, and of many new ones few are looked up."""
     count, rests = 3 * JUDGED_AT_ONCE, list[int]()
     engine = make(max_num_seqs=256, options={"do_no_harm": False})
-    queue = engine.manager.lookups.queue
-    engine.manager.waits._pause = lambda: rests.append(len(queue._due_since) + len(queue._for_lookups))
+    parked = engine.manager.lookups.queue.parked
+    engine.manager.waits._pause = lambda: rests.append(len(parked._due_since) + len(parked.for_lookups))
     engine.answers = False
     for at in range(count):
         engine.add(f"{at}", document(at, 2))

@@ -177,7 +177,7 @@ class KvoffdManager(OffloadingManager):
     def _on_leave(self) -> None:
         """Have all requests look at the namespace again, and disable those with adapters: these may have been replaced
         in place, and vLLM continues the requests."""
-        self.lookups.queue.wake_all()
+        self.lookups.queue.parked.wake_all()
         for state in self.requests.values():
             if state.adapter.content:
                 self.lookups.end_leases(state)

@@ -11,7 +11,7 @@ from kvoffd_client.vllm.compute_times import ComputeTimes
 from kvoffd_client.vllm.do_no_harm import DoNoHarm
 from kvoffd_client.vllm.engine_facts import EngineFacts
 from kvoffd_client.vllm.keyed_lookup import NOTHING_AWAITED, KeyedLookup
-from kvoffd_client.vllm.prompt_queue import Parked
+from kvoffd_client.vllm.parked_prompts import Parked
 from kvoffd_client.vllm.request_lookups import RequestLookups
 from kvoffd_client.vllm.request_state import FoundTokens, PromptWait, RequestState, ScanBasis
 from kvoffd_client.vllm.scans import PreparedScan
@@ -76,7 +76,7 @@ class PromptWaits:
     def begin_engine(self, engine: EngineFacts, harm: DoNoHarm, times: ComputeTimes) -> None:
         """Set properties of the engine, before the first request."""
         self._engine, self._harm, self._times = engine, harm, times
-        self._queue = self._lookups.queue
+        self._queue, self._parked = self._lookups.queue, self._lookups.queue.parked
 
     def begin_step(self, *, is_idle: bool) -> None:
         """Begin a step, in which no request runs if it ``is_idle``."""
@@ -101,24 +101,24 @@ class PromptWaits:
         if self._must_wake:
             self._must_wake = False
             self._wake()
-        if not self._queue.is_parked(request_id, own_tokens):
+        if not self._parked.is_parked(request_id, own_tokens):
             return False
         may_pause = self._engine_clock.is_idle and self._may_pause and self._engine.may_pause
         if not may_pause or self._queue.has_work:
             return True
         self._pause()
-        return self._queue.is_parked(request_id, own_tokens)
+        return self._parked.is_parked(request_id, own_tokens)
 
     def _wake(self) -> None:
         """Wake the parked requests whose time, answer or turn has come."""
-        if not self._queue.has_parked:
+        if not self._parked:
             return
         if self._namespace.serves and self._namespace.registered:
             self._namespace.client.poll()
             self._queue.wake_for_lookups()
-            self._queue.wake(self._engine_clock.read())
+            self._parked.wake(self._engine_clock.read())
         else:
-            self._queue.wake_all()
+            self._parked.wake_all()
 
     def _pause(self) -> None:
         """Pause an idle engine until an answer comes, or for a moment: it runs empty steps while all prompts wait.
@@ -126,11 +126,11 @@ class PromptWaits:
         That none comes says nothing of the daemon: no prompt's wait has timed out.
         """
         self._may_pause, answer_wait = False, self._answer_wait
-        if (future := self._queue.first_awaited) is None:
+        if (future := self._parked.first_awaited) is None:
             self._sleep(answer_wait.take_pause())
         elif answer_wait.may_wait(self._engine_clock.read()):
             self._wait(future, must_come=False)
-        self._queue.wake(self._engine_clock.read())
+        self._parked.wake(self._engine_clock.read())
 
     def _wait(self, future: LookupFuture, *, must_come: bool) -> None:
         """Wait for an answer for the rest of this step's time for waits. Only one that ``must_come`` is counted, and
@@ -158,7 +158,7 @@ class PromptWaits:
             ask_order=ask_order,
             ask_at=wait.tier.ask_at,
         )
-        self._queue.park(request_id, parked)
+        self._parked.park(request_id, parked)
 
     # --- a prompt's scan ---------------------------------------------------------------------------
 
@@ -254,7 +254,7 @@ class PromptWaits:
         """Record the result of a scan: ``tokens`` that can be loaded; None if the request waits for promotions, or for
         another request's load of the same blocks. Then it is not scanned again before that ends."""
         request_id, wait = state.request.request_id, state.wait
-        if self._queue.is_parked(request_id, own_tokens):
+        if self._parked.is_parked(request_id, own_tokens):
             return  # for the answer about its tails
         if tokens is not None:
             wait.found = FoundTokens(tokens, self._basis(state, own_tokens))
@@ -262,7 +262,7 @@ class PromptWaits:
             self._park(state, own_tokens, min(wait.tier.ask_at, wait.tier.judge_at))
         elif not state.request.num_preemptions:  # a preempted one waits for its own stores, whose end does not wake it
             until = self._engine_clock.read() + LOAD_PAUSE_S
-            self._queue.park(request_id, Parked(own_tokens, until, for_load=True))
+            self._parked.park(request_id, Parked(own_tokens, until, for_load=True))
 
     def _basis(self, state: RequestState, own_tokens: int) -> ScanBasis:
         # The last prepare_scan() showed no answer if nothing may be loaded.
@@ -320,7 +320,7 @@ class PromptWaits:
         if not self._queue.take_lookup(request_id, keys):
             until = self._begin_wait(state) + self._allowed_s(state, state.request.num_tokens)
             if self._engine_clock.read() < until and not state.wait.gave_up_lookup:
-                self._queue.park(request_id, Parked(own_tokens, until, lookup_keys=max(1, keys)))
+                self._parked.park(request_id, Parked(own_tokens, until, lookup_keys=max(1, keys)))
                 return False
             if self._queue.is_full:
                 state.wait.gave_up_lookup = True

@@ -258,7 +258,7 @@ class RequestLookups:
 
     def end_load(self, request_id: str) -> None:
         """End the lease of a request's load, and wake the prompts that wait for a load's end."""
-        self.queue.load_ended()
+        self.queue.parked.load_ended()
         self.load_changes += 1
         self.end_lease(self.loading.pop(request_id, None))
 
@@ -281,4 +281,4 @@ class RequestLookups:
         for lookup in self.loading.values():
             self.end_lease(lookup)
         self.loading.clear()
-        self.queue.wake_all()
+        self.queue.parked.wake_all()
