@@ -333,6 +333,7 @@ class PromptWaits:
         answer_wait, wait = self._answer_wait, state.wait
         asks_tails = lookup.asks_tails_beyond(state.answer)
         must_come = (self._lookups.lacks_answer(state) or asks_tails) and not lookup.given_up
+        # An idle engine waits too for an answer that only shows which blocks have come up.
         shows_promoted = wait.awaits_tier and self._engine_clock.is_idle and answer_wait.left_s > 0
         if shows_promoted or (must_come and answer_wait.may_wait(self._engine_clock.read())):
             self._wait(lookup.future, must_come=must_come)
@@ -340,7 +341,7 @@ class PromptWaits:
             self._namespace.client.poll()
         tokens = state.request.num_tokens - own_tokens
         if asks_tails and state.answer is not None:
-            tokens = min(tokens, self._lookups.groups[0].tokens_per_chunk)
+            tokens = min(tokens, self._lookups.groups[0].tokens_per_chunk)  # a tail saves no more
         allowed_s = self._allowed_s(state, tokens)
         late_at = self._late_at(wait, lookup, allowed_s)
         now = self._engine_clock.read()
