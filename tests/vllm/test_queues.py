@@ -17,6 +17,7 @@ from kvoffd_client.vllm.connector_metadata import FailedJob, WorkerNews
 from kvoffd_client.vllm.engine_namespace import Search
 from kvoffd_client.vllm.parked_prompts import JUDGED_AT_ONCE
 from kvoffd_client.vllm.prompt_queue import ASKED_AT_ONCE, MAX_AHEAD
+from kvoffd_client.vllm.request_lookups import CHECKED_AHEAD
 from kvoffd_client.vllm.waits import MAX_RETRY_PAUSE_S
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.messages import GroupKeys, Outcome
@@ -73,6 +74,29 @@ def test_a_prompt_finds_what_another_engine_stored_while_it_queued(make: Make) -
     engine.client.stored.add(list(second.block_hashes))  # as the daemon's events say
     engine.end([first, second], 30)
     assert engine.loaded == ["second"]
+
+
+def test_a_prompt_behind_many_finds_in_its_turn_what_was_stored_while_an_earlier_one_was_loaded(make: Make) -> None:
+    """It is not asked for again before, though it waits for that load: vLLM comes to many such prompts in each step."""
+    engine = make(max_num_batched_tokens=1024, max_model_len=8192, blocks=2000)
+    engine.keeps_stored, engine.held = False, {"first"}
+    first = engine.add("first", document(0, 200))
+    engine.there |= {bytes(one) for one in first.block_hashes}
+    for _ in range(3):
+        engine.step()
+    waiting = [engine.add(f"{seed}", document(seed, 40)) for seed in range(1, CHECKED_AHEAD + 5)]
+    for _ in range(5):
+        engine.step()
+    last, asked = waiting[-1], len(engine.client.asked)
+    assert asked == 1 + len(waiting), "all were answered, and have nothing"
+    engine.there |= {bytes(one) for one in last.block_hashes}
+    engine.client.stored.add(list(last.block_hashes))  # by another engine
+    for _ in range(5):
+        engine.step()
+    assert len(engine.client.asked) == asked
+    engine.held = set()
+    engine.end([first, *waiting], 100)
+    assert engine.loaded == ["first", last.request_id]
 
 
 def test_a_prompt_whose_lookup_failed_when_it_came_is_looked_up_again(make: Make) -> None:
