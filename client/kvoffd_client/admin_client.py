@@ -81,7 +81,10 @@ def base_url(given: str) -> str:
 def open_url(
     url: str, timeout_s: float, body: bytes | None = None, headers: Mapping[str, str] | None = None
 ) -> Iterator[HTTPResponse]:
-    """Yield the answer of a server. Raises HttpError, also if the block finds that the answer cannot be read."""
+    """Yield the answer of a server. Raises HttpError, also if the block finds that the answer cannot be read.
+
+    Its message says what the server does, without naming it: ``answers 404 Not Found: ...``.
+    """
     from http.client import HTTPException
     from urllib.error import HTTPError
     from urllib.request import ProxyHandler, Request, build_opener  # slow to import

@@ -219,15 +219,16 @@ class BlockClient(Closing):
             except KvoffdClientError:  # the shards of some ranks may be there
                 self._scheduler.invalidate([GroupKeys(group, key)])
                 raise
-            is_mine, found = any(result.bytes for result in results), self._find(key, group)
+            # Nothing was copied if the daemon has the block by now, or another client is storing it.
+            has_copied, found = any(result.bytes for result in results), self._find(key, group)
             if self._is_whole(found):
                 self._check_same(key, found, sums)
-                return is_mine
-            if is_mine:
+                return has_copied
+            if has_copied:  # the shards of some ranks
                 self._scheduler.invalidate([GroupKeys(group, key)])
-            if not all(result.ok and not result.rejected for result in results):
                 break
-            if is_mine or time.monotonic() >= deadline:
+            was_accepted = all(result.ok and not result.rejected for result in results)
+            if not was_accepted or time.monotonic() >= deadline:
                 break
             time.sleep(PENDING_PAUSE_S)  # until another store of the key ends or is dropped
         why = next((result.error.sentence for result in results if result.error is not None), "")

@@ -31,7 +31,7 @@ class RequestTimeout(KvoffdClientError):
 
 
 class HttpError(KvoffdClientError):
-    """A server gave no usable answer. The message says what it did; its ``status``, or 0."""
+    """A server gave no usable answer. The message says what it did, see ``open_url``; its ``status``, or 0."""
 
     def __init__(self, message: str, status: int = 0) -> None:
         super().__init__(message)

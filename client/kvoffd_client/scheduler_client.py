@@ -373,7 +373,8 @@ class SchedulerClient(Session):
         found.done = True  # last, because readers do not take the lock
 
     def _on_failed(self, found: LookupFuture, reply: ReplyOrError, now: float) -> None:
-        may_have_lease = found.leased or found.unwanted  # another of its requests was answered, or is not wanted
+        # Another of its requests was answered with a lease; or release() was called, perhaps without a message.
+        may_have_lease = found.leased or found.unwanted
         del self._unanswered[found.lease_id]
         found.pinned, found.ttl_ms, found.failed, found.answered_at = 0, 0, True, now
         found.done = True

@@ -393,7 +393,7 @@ class Session(Closing):
         self._transport.notify()
 
     def _expire(self, now: float) -> None:
-        """Fail late requests. Then, or if those were the last of which no reply came, ask for a sign of life."""
+        """Fail late requests. Ask for a sign of life if there are any, or if all have failed and no reply came yet."""
         late = [request_id for request_id, (deadline, _) in self._pending.items() if deadline <= now]
         for request_id in late:
             entry = self._pending.pop(request_id, None)
@@ -582,7 +582,7 @@ def split_keys(counts: Sequence[int], most: int) -> list[list[tuple[int, int, in
     parts: list[list[tuple[int, int, int]]] = [[]]
     left = most
     for index, count in enumerate(counts):
-        end = -1
+        end = -1  # below 0, so that a group without keys is entered once
         while end < count:
             if not left:
                 parts.append([])

@@ -47,6 +47,8 @@ NO_BUSY_WAIT_S = 30.0
 """Time without polling after that."""
 MAX_MESSAGE_BYTES = 1 << 28
 """Largest message accepted from the daemon, as a bound against garbage."""
+NO_WAKE_FD = -1
+"""Stands for the eventfd of a thread that has none: the transport's own, or one that has not slept in its wait yet."""
 
 # Plain integers: pyzmq's multipart calls combine enum members for each frame, which took 10 of 170 µs of a lookup of
 # 1,000 keys with cold caches.
@@ -92,8 +94,8 @@ class SocketTransport:
         self._waiting: list[int] = []
         """Eventfds, one for each waiting thread."""
         self._reading: int | None = None
-        """Thread that holds the lock and reads the sockets, and so need not be woken: the eventfd of one that waits, -1
-        for another; None if no thread does."""
+        """Eventfd, or NO_WAKE_FD, of the thread that holds the lock and reads the sockets, and so need not be woken;
+        None if no thread does."""
         self._busy_wait_from = 0.0
         self._closed = False
         self._last_error = ""
@@ -117,7 +119,7 @@ class SocketTransport:
     # --- for any thread --------------------------------------------------------------------------
 
     def wait(self, ready: Callable[[], bool], timeout_s: float) -> bool:
-        wake_fd, deadline = -1, time.monotonic() + timeout_s
+        wake_fd, deadline = NO_WAKE_FD, time.monotonic() + timeout_s
         if not self._threaded:
             return self._work_until(ready, deadline)
         try:
@@ -135,7 +137,7 @@ class SocketTransport:
                     now = time.monotonic()
                     if (done := ready()) or self._closed or now >= deadline:
                         return done
-                    if wake_fd < 0:
+                    if wake_fd == NO_WAKE_FD:
                         if self._idle_wakers:
                             wake_fd, poller = self._idle_wakers.pop()
                         else:
@@ -146,7 +148,7 @@ class SocketTransport:
                 if (wake_fd, select.POLLIN) in woken:
                     os.eventfd_read(wake_fd)
         finally:
-            if wake_fd >= 0:
+            if wake_fd != NO_WAKE_FD:
                 with self.lock:
                     self._waiting.remove(wake_fd)
                     if self._closed:
@@ -360,7 +362,7 @@ class SocketTransport:
 
         ``ended``: descriptors that ended the last sleep.
         """
-        self._sleeping_until, self._reading = 0.0, -1
+        self._sleeping_until, self._reading = 0.0, NO_WAKE_FD
         # Completions before EOF: those that arrived before the daemon died count.
         self._receive()
         now = time.monotonic()

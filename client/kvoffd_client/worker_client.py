@@ -7,7 +7,7 @@ import os
 import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 from kvoffd_client.cuda_export import GpuSegment
 from kvoffd_client.errors import KvoffdClientError, RequestRefused
@@ -54,8 +54,15 @@ FIRST_PART_ID = 2**62
 """First id of parts of large jobs; other jobs have ids below."""
 
 
-Size: TypeAlias = tuple[int, int]
-"""Number of keys of a job, and its approximate bytes in a frame."""
+class Size(NamedTuple):
+    """Number of keys of a job or message, and its approximate bytes in a frame."""
+
+    keys: int
+    nbytes: int
+
+    def fits(self, most: Size) -> bool:
+        """Return whether neither number is above that of ``most``."""
+        return self.keys <= most.keys and self.nbytes <= most.nbytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,22 +100,22 @@ class Job:
                 )
             keys += len(one.keys) // key_bytes
             nbytes += len(one.keys) + len(one.block_ids) + len(one.parents) + len(one.tokens) + key_bytes + 32
-        return keys, nbytes
+        return Size(keys, nbytes)
 
     def parts(self, size: Size, key_bytes: int, blocks_per_key: int, most: Size, first_id: int) -> list[Job]:
         """Split a job of this size into jobs of at most ``most`` keys and bytes, or of one key, with consecutive ids.
 
         Only the last one ends the lease: the daemon has accepted the others by then, and they pin their blocks.
         """
-        keys, nbytes = size
-        in_frame = keys * most[1] // nbytes if nbytes > most[1] else keys
+        in_frame = size.keys * most.nbytes // size.nbytes if size.nbytes > most.nbytes else size.keys
+        most_keys = min(most.keys, max(1, in_frame))
         parts = [
             [
                 _slice(self.groups[place], begin, end, key_bytes, blocks_per_key, is_store=self.lease_id is None)
                 for place, begin, end in part
                 if end
             ]
-            for part in split_keys([len(one.keys) // key_bytes for one in self.groups], min(most[0], max(1, in_frame)))
+            for part in split_keys([len(one.keys) // key_bytes for one in self.groups], most_keys)
         ]
         return [
             Job(first_id + number, part, self.lease_id, self.keep_lease or part is not parts[-1])
@@ -139,18 +146,17 @@ def batches_of(jobs: Iterable[tuple[Job, Size]], limits: m.Limits) -> list[list[
     """Return jobs, given with their sizes, in batches that fit a message each. In it all stores of a group have parents
     and tokens, or none has."""
     batches: list[list[Job]] = []
-    keys = nbytes = 0
+    most, total = Size(limits.max_keys_per_submit, limits.max_frame_bytes), Size(0, 0)
     has_tokens: dict[int, tuple[bool, bool]] = {}
     """Whether the stores of each group in the last batch have parents, and tokens."""
     for job, size in jobs:
-        keys, nbytes = keys + size[0], nbytes + size[1]
+        total = Size(total.keys + size.keys, total.nbytes + size.nbytes)
         stored = job.groups if job.lease_id is None else ()
         kinds = {one.group: (bool(one.parents), bool(one.tokens)) for one in stored}
-        full = keys > limits.max_keys_per_submit or nbytes > limits.max_frame_bytes
-        full = full or any(has_tokens.get(group, kind) != kind for group, kind in kinds.items())
+        full = not total.fits(most) or any(has_tokens.get(group, kind) != kind for group, kind in kinds.items())
         if not batches or full or len(batches[-1]) == limits.max_jobs_per_message:
             batches.append([])
-            (keys, nbytes), has_tokens = size, {}
+            total, has_tokens = size, {}
         has_tokens |= kinds
         batches[-1].append(job)
     return batches
@@ -278,8 +284,7 @@ class WorkerClient(Session):
             TypeError: keys or block ids are not bytes.
         """
         namespace = self._namespace
-        shape = len(namespace.groups), namespace.key_bytes
-        sizes = [job.checked_size(*shape) for job in jobs]
+        sizes = [job.checked_size(len(namespace.groups), namespace.key_bytes) for job in jobs]
         ids = {job.job_id for job in jobs}
         if max(ids, default=0) >= FIRST_PART_ID:
             raise ValueError(f"Job ids must be below {FIRST_PART_ID}; {max(ids)} is not.")
@@ -292,18 +297,12 @@ class WorkerClient(Session):
                 self._refuse(jobs, ErrorCode.SESSION_ENDED)
                 return
             self._role_due = min(self._role_due, now + self._patience_s)
-            most = limits.max_keys_per_submit, limits.max_frame_bytes // 2
             left, refused_jobs = limits.max_jobs_in_flight - len(self._sent), list[Job]()
             parts_of: dict[int, list[tuple[Job, Size]]] = {}
-            """Each accepted job, or its parts if it is too large for a message."""
+            """Parts of each accepted job, by its id."""
             # Loads first: a prompt whose load is refused is computed, a store comes again with the next such prompt.
             for job, size in sorted(zip(jobs, sizes, strict=True), key=lambda one: one[0].lease_id is None):
-                parts = [(job, size)]
-                if size[0] > most[0] or size[1] > most[1]:
-                    per_key = self._registration.blocks_per_key
-                    cut = job.parts(size, namespace.key_bytes, per_key, most, self._next_part_id)
-                    self._next_part_id += len(cut)
-                    parts = [(part, part.checked_size(*shape)) for part in cut]
+                parts = self._cut(job, size, limits)
                 if len(parts) > left:
                     refused_jobs.append(job)
                     continue
@@ -312,10 +311,9 @@ class WorkerClient(Session):
                 self._jobs[job.job_id] = Unfinished(job, now, len(parts))
             if refused_jobs:
                 self._refuse(refused_jobs, ErrorCode.TOO_MANY)
-            sized = [part for job in jobs for part in parts_of.get(job.job_id, ())]
+            all_parts = [part for job in jobs for part in parts_of.get(job.job_id, ())]
             of_job = {part.job_id: job_id for job_id, parts in parts_of.items() for part, _ in parts}
-            """Job by the id of its parts, which is its own if it is not split."""
-            for batch in batches_of(sized, limits):
+            for batch in batches_of(all_parts, limits):
                 request_id = self._next_request_id()
                 self._sent.update({part.job_id: Sent(part, of_job[part.job_id], request_id) for part in batch})
                 message = submit_of(request_id, self._registration_id, namespace.key_bytes, batch, self._sequence, sole)
@@ -391,7 +389,8 @@ class WorkerClient(Session):
         silence_s = min(silence_s, timeout_s)
         if self._transport.wait(ready, silence_s):
             return True
-        return self._owed_since > asked_at and self._transport.wait(ready, timeout_s - silence_s)
+        has_replied = self._owed_since > asked_at  # else that is the time of this question, or of an earlier one
+        return has_replied and self._transport.wait(ready, timeout_s - silence_s)
 
     def close(self) -> None:
         """End the session and the thread, in less than a second. Unfinished jobs fail. Repeatable."""
@@ -401,6 +400,16 @@ class WorkerClient(Session):
                 memory.close()  # its descriptors keep it allocated
 
     # --- jobs, with the lock held ----------------------------------------------------------------
+
+    def _cut(self, job: Job, size: Size, limits: m.Limits) -> list[tuple[Job, Size]]:
+        """Return the job, or its parts with ids of their own if it is too large for a message."""
+        most = Size(limits.max_keys_per_submit, limits.max_frame_bytes // 2)
+        if size.fits(most):
+            return [(job, size)]
+        groups, key_bytes = len(self._namespace.groups), self._namespace.key_bytes
+        parts = job.parts(size, key_bytes, self._registration.blocks_per_key, most, self._next_part_id)
+        self._next_part_id += len(parts)
+        return [(part, part.checked_size(groups, key_bytes)) for part in parts]
 
     def _refuse(self, jobs: Sequence[Job], code: ErrorCode) -> None:
         self._results += [m.JobResult(job.job_id, False, 0, 0.0, code, job.keys) for job in jobs]

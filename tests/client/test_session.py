@@ -27,7 +27,7 @@ from kvoffd_client.session import (
     Phase,
     Session,
 )
-from kvoffd_client.worker_client import DARK_PATIENCE_S, JOB_PATIENCE_S, GroupTransfer, Job, submit_of
+from kvoffd_client.worker_client import DARK_PATIENCE_S, JOB_PATIENCE_S, GroupTransfer, Job, Size, submit_of
 from kvoffd_proto import codec, lifeline
 from kvoffd_proto import messages as m
 from kvoffd_proto.errors import ErrorCode
@@ -675,7 +675,7 @@ def check_parts(rng: random.Random) -> None:
             groups.append(GroupTransfer(group, keys, ids, first, *links))
     lease, prompt = rng.choice((None, 2**32)), rng.randbytes(32)
     job = Job(1, [one._replace(before=b"" if lease else prompt) for one in groups], lease)
-    most = 10, rng.choice((500, 50_000))
+    most = Size(10, rng.choice((500, 50_000)))
     parts = job.parts(job.checked_size(64, 32), 32, 4, most, 100)
     assert [part.job_id for part in parts] == list(range(100, 100 + len(parts)))
     for one in groups:
@@ -686,9 +686,9 @@ def check_parts(rng: random.Random) -> None:
         befores = [prompt, *(some.keys[-32:] for some in cut)][: len(cut)]
         assert [some.before for some in cut] == ([b""] * len(cut) if lease else befores)
     for part in parts:
-        assert part.checked_size(64, 32)[0] <= 10
+        assert part.checked_size(64, 32).keys <= 10
         message = submit_of(1, b"r" * 16, 32, [part])
-        assert len(codec.encode(message)) <= max(2 * most[1], 32 * 8)
+        assert len(codec.encode(message)) <= max(2 * most.nbytes, 32 * 8)
         (sent,) = jobs_in(message)
         assert sent.groups == part.groups
 

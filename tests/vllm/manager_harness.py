@@ -9,7 +9,7 @@ from typing import Any, cast
 from vllm.v1.kv_offload.base import LookupResult, OffloadKey, ReqContext
 
 from kvoffd_client import NamespaceSpec, SchedulerClient
-from kvoffd_client.vllm.connector_metadata import ChunkGroup
+from kvoffd_client.vllm.chunk_groups import ChunkGroup
 from kvoffd_client.vllm.engine_facts import EngineFacts
 from kvoffd_client.vllm.engine_namespace import EngineNamespace, MemoryState
 from kvoffd_client.vllm.hints import HintsOption
@@ -58,7 +58,7 @@ class ManagerHarness:
             sleep=self.sleep,
         )
         self.begin_engine()
-        self.prefill = self.manager.harm.prefill
+        self.prefill = self.manager.prefill
         self.manager.begin_step([1])
         self.report("weights")
 
@@ -131,7 +131,7 @@ class ManagerHarness:
     def scan(self, name: str = "r", computed: int = 0) -> bool:
         """vLLM asks for a request in its next step, and scans its keys unless it waits; whether a lookup was sent."""
         before, request, context = len(self.client.asked), self.requests[name], self.contexts[name]
-        self.manager.waits._is_first = True
+        self.manager.waits._must_wake = True
         self.manager.lookups.queue.begin_step()
         if not self.manager.waits.pass_over(name, computed):
             self.waits[name] = not self.prepare(name, computed)

@@ -253,42 +253,42 @@ class Scheduler:
 def test_content_is_what_all_workers_say(tmp_path: Path) -> None:
     scheduler = Scheduler()
     adapter = lora_request(tmp_path)
-    assert scheduler.adapters.content_of(adapter) is None
+    assert scheduler.adapters.record_content(adapter) is None
     scheduler.report(tmp_path, {1: b"one"}, {})
-    assert scheduler.adapters.content_of(adapter) is None
+    assert scheduler.adapters.record_content(adapter) is None
     scheduler.report(tmp_path, {1: b"one"}, {1: b"other part"})
-    content = scheduler.adapters.content_of(adapter)
+    content = scheduler.adapters.record_content(adapter)
     assert content
     other = Scheduler()
     other.report(tmp_path, {1: b"one"}, {1: b"another part"})
-    assert other.adapters.content_of(adapter) not in (content, None, UNREADABLE)
+    assert other.adapters.record_content(adapter) not in (content, None, UNREADABLE)
     scheduler.namespace.leave(engine_cache_kept=False)
-    assert scheduler.adapters.content_of(adapter) is None
+    assert scheduler.adapters.record_content(adapter) is None
     for second in (None, {1: UNREADABLE}):
         unseen = Scheduler()
         unseen.report(tmp_path, {1: b"one"}, second)
-        assert unseen.adapters.content_of(adapter) == UNREADABLE
+        assert unseen.adapters.record_content(adapter) == UNREADABLE
 
 
 def test_other_content_under_a_path_is_not_used_until_a_reset(tmp_path: Path, said: list[str]) -> None:
     scheduler, adapter, moved = Scheduler(), lora_request(tmp_path), lora_request(tmp_path / "moved")
     for content in (b"first", b"second"):
         scheduler.report(tmp_path, {1: content}, {1: content})
-        found = scheduler.adapters.content_of(adapter)
+        found = scheduler.adapters.record_content(adapter)
     assert found == UNREADABLE, "vLLM's own cache has blocks of the first"
-    assert scheduler.adapters.content_of(adapter) == UNREADABLE
+    assert scheduler.adapters.record_content(adapter) == UNREADABLE
     # From a new path, of which vLLM's own cache has nothing. Before workers say so, the number may mean the old one.
-    assert scheduler.adapters.content_of(moved) is None
+    assert scheduler.adapters.record_content(moved) is None
     scheduler.report(tmp_path / "moved", {1: b"second"}, {1: b"second"})
-    second = scheduler.adapters.content_of(moved)
+    second = scheduler.adapters.record_content(moved)
     assert second not in (None, UNREADABLE)
     scheduler.report(tmp_path, {1: b"second"}, {1: b"second"})
     assert sum("loaded again with another content" in line for line in said) == 1
     scheduler.adapters.engine_cache_reset()
-    assert scheduler.adapters.content_of(adapter) == second
+    assert scheduler.adapters.record_content(adapter) == second
     # What was computed before anybody knew with what may be anything.
-    scheduler.adapters.compute_unknown(adapter)
-    assert scheduler.adapters.content_of(adapter) == UNREADABLE
+    scheduler.adapters.record_unknown(adapter)
+    assert scheduler.adapters.record_content(adapter) == UNREADABLE
 
 
 def test_adapters_beyond_a_bound_are_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: list[str]) -> None:
@@ -296,7 +296,7 @@ def test_adapters_beyond_a_bound_are_not_used(tmp_path: Path, monkeypatch: pytes
     scheduler = Scheduler()
     for name, is_used in (("one", True), ("two", False), ("one", True)):
         scheduler.report(tmp_path / name, {1: b"content"}, {1: b"content"})
-        assert (scheduler.adapters.content_of(lora_request(tmp_path / name)) != UNREADABLE) is is_used
+        assert (scheduler.adapters.record_content(lora_request(tmp_path / name)) != UNREADABLE) is is_used
     assert any("exceeds the limit of 1 adapters," in line for line in said)
 
 

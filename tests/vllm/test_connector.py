@@ -27,8 +27,9 @@ from vllm.v1.kv_offload.base import GPULoadStoreSpec
 
 import kvoffd_client.vllm
 from kvoffd_client import NamespaceSpec
+from kvoffd_client.vllm.chunk_groups import KeyedSpec
 from kvoffd_client.vllm.connector import STORE_LOGGER, KvoffdConnector
-from kvoffd_client.vllm.connector_metadata import ConnectorMetadata, KeyedSpec
+from kvoffd_client.vllm.connector_metadata import ConnectorMetadata
 from kvoffd_client.vllm.log import is_no_refusal
 from kvoffd_client.vllm.math_kernels import FUNCTIONS
 from kvoffd_client.vllm.metrics import CONNECTED, LOAD_RATE

@@ -29,8 +29,9 @@ from tests.vllm.vllm_fakes import key
 def measured(tokens_per_second: float, *loads: tuple[int, float], active: bool = True) -> DoNoHarm:
     """After loads of so many tokens in so many seconds, in an engine that computes as fast as that."""
     clock = Clock()
-    found = DoNoHarm(clock, PrefillRate(clock, 1, 256), active=active)
-    found.prefill.tokens_per_second = tokens_per_second
+    prefill = PrefillRate(clock, 1, 256)
+    prefill.tokens_per_second = tokens_per_second
+    found = DoNoHarm(clock, prefill, active=active)
     for tokens, seconds in loads:
         found.record_load(tokens, seconds)
     return found
@@ -62,8 +63,9 @@ def test_load_is_skipped_where_enough_loads_of_its_length_were_slower() -> None:
 
 def test_load_that_was_skipped_is_tried_again_after_a_while() -> None:
     clock = Clock()
-    found = DoNoHarm(clock, PrefillRate(clock, 1, 256), active=True)
-    found.prefill.tokens_per_second = 10_000
+    prefill = PrefillRate(clock, 1, 256)
+    prefill.tokens_per_second = 10_000
+    found = DoNoHarm(clock, prefill, active=True)
     for _ in range(2):
         for _ in range(MIN_LOAD_SAMPLES):
             found.record_load(1000, 0.5)

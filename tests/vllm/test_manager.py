@@ -21,7 +21,8 @@ from kvoffd_client import NamespaceSpec, SchedulerClient
 from kvoffd_client.vllm import hint_sender, prompt_queue
 from kvoffd_client.vllm import hints as hints_module
 from kvoffd_client.vllm.adapters import ANSWER_PATIENCE_S
-from kvoffd_client.vllm.connector_metadata import NO_LEASE, ChunkGroup, FailedJob, WorkerNews
+from kvoffd_client.vllm.chunk_groups import NO_LEASE, ChunkGroup
+from kvoffd_client.vllm.connector_metadata import FailedJob, WorkerNews
 from kvoffd_client.vllm.do_no_harm import MIN_LOAD_SAMPLES
 from kvoffd_client.vllm.engine_namespace import MemoryState, Unconnected
 from kvoffd_client.vllm.hints import HintsOption
@@ -478,7 +479,7 @@ def test_a_prompt_that_waits_for_a_tier_is_one_that_waits() -> None:
     """The time until the next prompt comes is not that one's alone."""
     harness = DiskHarness()
     harness.ask(coming=1, wait_s=2.0)
-    harness.manager.lookups.queue.wake_all()
+    harness.manager.lookups.queue.parked.wake_all()
     assert harness.manager.lookups.queue.has_waiting
 
 

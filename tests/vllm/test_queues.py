@@ -12,9 +12,12 @@ from vllm.v1.kv_cache_interface import KVCacheGroupSpec, SlidingWindowSpec
 from vllm.v1.kv_offload.base import OffloadKey, ReqContext
 
 from kvoffd_client import NamespaceSpec
-from kvoffd_client.vllm.connector_metadata import GROUP_ID_BYTES, FailedJob, WorkerNews
+from kvoffd_client.vllm.chunk_groups import GROUP_ID_BYTES
+from kvoffd_client.vllm.connector_metadata import FailedJob, WorkerNews
 from kvoffd_client.vllm.engine_namespace import Search
-from kvoffd_client.vllm.prompt_queue import ASKED_AT_ONCE, JUDGED_AT_ONCE, MAX_AHEAD
+from kvoffd_client.vllm.parked_prompts import JUDGED_AT_ONCE
+from kvoffd_client.vllm.prompt_queue import ASKED_AT_ONCE, MAX_AHEAD
+from kvoffd_client.vllm.request_lookups import CHECKED_AHEAD
 from kvoffd_client.vllm.waits import MAX_RETRY_PAUSE_S
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.messages import GroupKeys, Outcome
@@ -71,6 +74,29 @@ def test_a_prompt_finds_what_another_engine_stored_while_it_queued(make: Make) -
     engine.client.stored.add(list(second.block_hashes))  # as the daemon's events say
     engine.end([first, second], 30)
     assert engine.loaded == ["second"]
+
+
+def test_a_prompt_behind_many_finds_in_its_turn_what_was_stored_while_an_earlier_one_was_loaded(make: Make) -> None:
+    """It is not asked for again before, though it waits for that load: vLLM comes to many such prompts in each step."""
+    engine = make(max_num_batched_tokens=1024, max_model_len=8192, blocks=2000)
+    engine.keeps_stored, engine.held = False, {"first"}
+    first = engine.add("first", document(0, 200))
+    engine.there |= {bytes(one) for one in first.block_hashes}
+    for _ in range(3):
+        engine.step()
+    waiting = [engine.add(f"{seed}", document(seed, 40)) for seed in range(1, CHECKED_AHEAD + 5)]
+    for _ in range(5):
+        engine.step()
+    last, asked = waiting[-1], len(engine.client.asked)
+    assert asked == 1 + len(waiting), "all were answered, and have nothing"
+    engine.there |= {bytes(one) for one in last.block_hashes}
+    engine.client.stored.add(list(last.block_hashes))  # by another engine
+    for _ in range(5):
+        engine.step()
+    assert len(engine.client.asked) == asked
+    engine.held = set()
+    engine.end([first, *waiting], 100)
+    assert engine.loaded == ["first", last.request_id]
 
 
 def test_a_prompt_whose_lookup_failed_when_it_came_is_looked_up_again(make: Make) -> None:
@@ -191,8 +217,8 @@ def test_an_idle_engine_does_not_rest_while_prompts_wait_for_their_turn(make: Ma
     """Of those whose answers come together few are looked at in a step, and of many new ones few are looked up."""
     count, rests = 3 * JUDGED_AT_ONCE, list[int]()
     engine = make(max_num_seqs=256, options={"do_no_harm": False})
-    queue = engine.manager.lookups.queue
-    engine.manager.waits._pause = lambda: rests.append(len(queue._due_since) + len(queue._for_lookups))
+    parked = engine.manager.lookups.queue.parked
+    engine.manager.waits._pause = lambda: rests.append(len(parked._due_since) + len(parked.for_lookups))
     engine.answers = False
     for at in range(count):
         engine.add(f"{at}", document(at, 2))
@@ -345,7 +371,7 @@ def test_a_prompt_whose_next_block_is_stored_in_every_step_waits_no_longer_than_
     for _ in range(3):
         engine.step()
     engine.answers = False
-    engine.manager.harm.prefill.tokens_per_second = 10_000.0
+    engine.manager.prefill.tokens_per_second = 10_000.0
     request = engine.add("r", document(1, 100))
     began = engine.clock.now
     for key in map(bytes, request.block_hashes[:-1]):

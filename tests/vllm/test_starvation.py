@@ -206,7 +206,7 @@ def test_of_many_new_prompts_behind_a_load_few_are_scanned_in_a_step(
 
 def test_a_prompt_that_waits_for_a_disk_is_loaded_once_it_is_there_though_another_is_loading(make: Make) -> None:
     engine = make(FULL, blocks=6000, max_model_len=8192, max_num_batched_tokens=1024)
-    engine.manager.harm.prefill.tokens_per_second = 6400.0
+    engine.manager.prefill.tokens_per_second = 6400.0
     engine.answers, engine.held = False, {"first"}
     first, second = engine.add("first", prompt(0, 250)), engine.add("second", prompt(1, 240))
     ours, its = ({bytes(one) for one in each.block_hashes} for each in (first, second))
@@ -227,7 +227,7 @@ def test_a_prompt_that_waits_for_a_disk_is_scanned_when_an_answer_comes(make: Ma
     """A scan of 131,072 tokens in each step took others' steps ten milliseconds for as long as it waited."""
     engine = make(*groups, blocks=301, max_model_len=8192)
     engine.answers = False
-    engine.manager.harm.prefill.tokens_per_second = 100.0
+    engine.manager.prefill.tokens_per_second = 100.0
     request = engine.add("waits", prompt(1, 200))
     hashes = {*request.block_hashes}
     engine.client.answer(set(), coming=hashes, wait_s=9.0)
@@ -250,7 +250,7 @@ def test_states_are_stored_though_it_is_too_early_or_much_is_being_stored(make: 
     """vLLM offers the state at a boundary once."""
     engine = make(FULL, STATE, blocks=101, mamba_cache_mode="align", max_num_batched_tokens=128)
     engine.answers = not late
-    engine.manager.harm.prefill.tokens_per_second = 1e6  # the answer is not waited for
+    engine.manager.prefill.tokens_per_second = 1e6  # the answer is not waited for
     engine.manager.stores.outstanding_bytes = 0 if late else 1 << 40
     request = engine.add("r", prompt(1, 10), max_tokens=8)
     for _ in range(6):
@@ -422,7 +422,7 @@ def test_a_long_prompt_waits_for_a_load_no_longer_than_computing_takes(make: Mak
     """Here it hangs. Rate: tokens a second."""
     engine = make(blocks=1000, max_num_batched_tokens=STEP_TOKENS)
     engine.held = {"hangs"}
-    engine.manager.harm.prefill.tokens_per_second = rate
+    engine.manager.prefill.tokens_per_second = rate
     hangs = engine.add("hangs", prompt(1, 40))
     have(engine, hangs)
     engine.step()

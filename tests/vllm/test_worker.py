@@ -26,8 +26,9 @@ from kvoffd_client.ordered_sender import OrderedSender
 from kvoffd_client.vllm import kv_memory
 from kvoffd_client.vllm import spec as spec_module
 from kvoffd_client.vllm import worker as worker_module
+from kvoffd_client.vllm.chunk_groups import KeyedSpec
 from kvoffd_client.vllm.config import ConnectorOptions
-from kvoffd_client.vllm.connector_metadata import FailedJob, KeyedSpec, WorkerNews
+from kvoffd_client.vllm.connector_metadata import FailedJob, WorkerNews
 from kvoffd_client.vllm.engine_namespace import EngineNamespace, MemoryState
 from kvoffd_client.vllm.kv_memory import NotShareable, RecordedEvent, SharedKvMemory, registration_of
 from kvoffd_client.vllm.spec import KvoffdSpec

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 import time
+from collections.abc import Sequence
 from typing import Annotated
 
 import typer
@@ -14,7 +15,7 @@ from kvoffd_client.cli.format import WIDE_CELLS, make_console, print_json, print
 from kvoffd_client.cli.show import labels_of
 from kvoffd_client.cli.target import NAMESPACE_HELP, CliError, Directory, Json, PlainJson, open_admin
 from kvoffd_client.errors import RequestRefused
-from kvoffd_proto.admin import LogLevel, NamespacesReply, SetLogLevel
+from kvoffd_proto.admin import LogLevel, NamespaceInfo, NamespacesReply, SetLogLevel
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.events import KV_TOPIC_PREFIX, MEDIUM_STORAGE, AllBlocksCleared, BlockStored, KvEvent
 from kvoffd_proto.stats import DaemonStats, namespace_id, namespace_name
@@ -88,6 +89,7 @@ def clear(
             dropped += admin.clear(fingerprint)
         if problem is not None:
             raise CliError(f"{problem} On this node {count_blocks(dropped)} were dropped.") from problem
+    # Stores and peers that keep copies which prompts load again.
     keepers = [] if all_nodes or fingerprint in listed.unshared else _keepers(now)
     if json:
         print_json({"namespace": fingerprint, "cleared_blocks": dropped, "stores": stores, "kept_by": keepers})
@@ -96,17 +98,22 @@ def clear(
     if all_nodes and stores:
         say("Shared stores keep the bytes, which nobody reads, until they expire or are evicted there.")
     if keepers:
-        keep = "keeps its copies" if len(keepers) == 1 else "keep their copies"
-        say(f"{printable(', '.join(keepers))} {keep}, and prompts load them again. To void them on all nodes:")
-        # The daemon has forgotten those that no engine has open.
-        closed = [each.namespace for each in chosen.values() if not each.sessions]
-        if fingerprint is None and (len(closed) < len(chosen) or not closed):
-            print_line("  kvoffd-cli clear --all --all-nodes")
-        elif not closed:
-            print_line(f"  kvoffd-cli clear {namespace_id(fingerprint or b'')} --all-nodes")
-        for each in closed:
-            print_line(f"  kvoffd-cli clear {each.hex()} --all-nodes")
+        _show_keepers(keepers, [*chosen.values()], fingerprint)
     return 0
+
+
+def _show_keepers(keepers: Sequence[str], cleared: Sequence[NamespaceInfo], fingerprint: bytes | None) -> None:
+    """Print who keeps copies of what was cleared (all namespaces if ``fingerprint`` is None), and how to void them."""
+    keep = "keeps its copies" if len(keepers) == 1 else "keep their copies"
+    say(f"{printable(', '.join(keepers))} {keep}, and prompts load them again. To void them on all nodes:")
+    # The daemon has forgotten those that no engine has open: they need their whole fingerprints.
+    closed = [each.namespace for each in cleared if not each.sessions]
+    if fingerprint is None and (len(closed) < len(cleared) or not closed):
+        print_line("  kvoffd-cli clear --all --all-nodes")
+    elif not closed:
+        print_line(f"  kvoffd-cli clear {namespace_id(fingerprint or b'')} --all-nodes")
+    for each in closed:
+        print_line(f"  kvoffd-cli clear {each.hex()} --all-nodes")
 
 
 def _fingerprint(listed: NamespacesReply, name: str, all_nodes: bool) -> bytes:

@@ -90,8 +90,9 @@ def quick_health(arguments: Sequence[str]) -> int | None:
     except GetoptError:
         return None
     given = dict(options)
-    two = {"--live", "--ready"} <= given.keys() or {"--directory", "--url"} <= given.keys()
-    if rest or two or len(given) < len(options) or "" in (given.get("--directory"), given.get("--url")):
+    excluding = {"--live", "--ready"} <= given.keys() or {"--directory", "--url"} <= given.keys()
+    is_empty, is_repeated = "" in (given.get("--directory"), given.get("--url")), len(given) < len(options)
+    if rest or excluding or is_empty or is_repeated:
         return None
     directory = Path(given["--directory"]) if "--directory" in given else None
     chosen = {name: f"--{name}" in given for name in ("live", "ready")}

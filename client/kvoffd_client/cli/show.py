@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain, groupby, repeat
+from itertools import groupby
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 from rich.table import Table
@@ -88,7 +88,7 @@ def clients(
         what = "--follow prints requests" if follow else f"{request!r} looks like a request's id"
         raise CliError(f"{what}; add --requests.")
     if follow:
-        return _follow_requests(directory, request, as_json=json)
+        _follow_requests(directory, request, as_json=json)
     if requests:
         return _show_requests(directory, request, every=every, as_json=json)
     with open_admin(directory) as admin:
@@ -205,18 +205,19 @@ def _show_requests(directory: Path | None, name: str, *, every: bool, as_json: b
     return int(bool(name) and not found)
 
 
-def _follow_requests(directory: Path | None, name: str, *, as_json: bool) -> int:
+def _follow_requests(directory: Path | None, name: str, *, as_json: bool) -> NoReturn:
     """Print each request whose id has ``name`` from now on, a line each."""
-    known: dict[tuple[int, str, float], None] = {}
+    known: set[tuple[int, str, float]] | None = None
+    """Requests that were listed before; None before the first list, of which none is printed."""
     names: dict[int, str] = {}
     with open_admin(directory) as admin:
-        for is_first in chain([True], repeat(False)):
+        while True:
             prompts = sorted(admin.ask(ListPrompts, name).prompts, key=lambda one: one.report.decided_at)
             listed = {(one.session_id, one.report.request, one.report.decided_at): one for one in prompts}
-            if is_first and sys.stderr.isatty():
+            if known is None and sys.stderr.isatty():
                 print("Waiting for requests; Ctrl-C ends.", file=sys.stderr)
             for identity, one in listed.items():
-                if is_first or identity in known:
+                if known is None or identity in known:
                     continue
                 if as_json:
                     print_json(one)
@@ -225,9 +226,8 @@ def _follow_requests(directory: Path | None, name: str, *, as_json: bool) -> int
                     names |= {each.session_id: engine_name(each.name, each.role) for each in admin.sessions().sessions}
                 say(f"{request_sentence(one)} ({printable(names.get(one.session_id, '')) or 'an engine that left'})")
             sys.stdout.flush()
-            known = dict.fromkeys(listed)
+            known = {*listed}
             time.sleep(FOLLOW_S)
-    return 0
 
 
 def _elsewhere(

@@ -226,7 +226,8 @@ class Screen:
         return _ends(line(("  " if fits else " ").join(keys)), Text(interval if fits else ""), "reverse")
 
     def _all(self, stats: DaemonStats, console: Console) -> list[RenderableType]:
-        """Return the view with all; where the screen is high, with more lines of it, and with higher charts."""
+        """Return the view with all. A high screen's ``free`` lines are given, in this order, to whole sentences and a
+        table of misses, to engines, and to higher charts."""
         width, now = console.width, self.history.now()
         # Without the lines of header, keys and a daemon that does not answer.
         free = console.height - (3 if self.no_answer else 2)

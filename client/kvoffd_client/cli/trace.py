@@ -118,7 +118,11 @@ def _removed(file: Path) -> str:
 
 
 def _write(admin: AdminClient, writer: TraceWriter, seconds: float, most_bytes: int) -> tuple[float, str]:
-    """Return the duration and the reason of the end: duration, size, interrupt, or daemon (it ended)."""
+    """Return the duration and the reason of the end: duration, size, interrupt, or daemon (it ended).
+
+    After the time or a signal it still fetches what the daemon has by then, until an answer is small (not
+    ``is_behind``).
+    """
     began, session = time.monotonic(), admin.session_id
     until, ended, is_behind = began + seconds, "", False
     with _ended_by_signal() as signalled:

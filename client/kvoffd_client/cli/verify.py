@@ -194,7 +194,10 @@ class Case:
     """Loaded tokens by the request's id; requests that loaded none are absent."""
 
     def judge(self, nats: float) -> tuple[str, str]:
-        """Return ``same``, ``tie``, ``fault`` or ``unclear``, and how the answers compare."""
+        """Return ``same``, ``tie``, ``fault`` or ``unclear``, and how the answers compare.
+
+        A fault is what neither rounding explains, nor vLLM's own cache, whose answer may differ from the computed one.
+        """
         verdict, words = ("same", "") if self.loaded else ("unclear", "nothing was loaded")
         if not self.computed.has_numbers:
             return "unclear", "the computed answer has log probabilities that are not numbers"

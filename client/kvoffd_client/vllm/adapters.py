@@ -212,7 +212,7 @@ class AdapterContents:
         adapter = state.request.lora_request
         if adapter is None or state.adapter.content or state.disabled:
             return True
-        content = self.content_of(adapter)
+        content = self.record_content(adapter)
         state.adapter.content, state.disabled = content or b"", content == UNREADABLE
         return content is not None
 
@@ -227,17 +227,17 @@ class AdapterContents:
         if may_come and now - own.asked_at < ANSWER_PATIENCE_S:
             self.ask(state.request.lora_request)
             return True
-        self.compute_unknown(state.request.lora_request)
+        self.record_unknown(state.request.lora_request)
         state.disabled = True
         return False
 
-    def compute_unknown(self, adapter: LoRARequest) -> None:
+    def record_unknown(self, adapter: LoRARequest) -> None:
         """Record that vLLM computes with an adapter of unknown content."""
         self._record_cached(adapter, SEVERAL)
 
-    def content_of(self, adapter: LoRARequest) -> bytes | None:
-        """Return the digest of an adapter's content; None if it is not known yet, UNREADABLE if kvoffd must not be
-        used."""
+    def record_content(self, adapter: LoRARequest) -> bytes | None:
+        """Record the content with which vLLM will compute for an adapter. Return its digest; None if it is not known
+        yet, UNREADABLE if kvoffd must not be used."""
         content = self._namespace.adapter_digest(adapter.lora_int_id, adapter.lora_path)
         if content is None:
             return None

@@ -37,19 +37,19 @@ from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.kv_cache_interface import MambaSpec, iter_layer_specs
 
 from kvoffd_client.vllm.adapters import LiveAdapters
-from kvoffd_client.vllm.block_tokens import HostBlockEvents
 from kvoffd_client.vllm.config import check_engine, check_groups, machine_id, parse_options
 from kvoffd_client.vllm.connector_metadata import ConnectorMetadata, WorkerNews
 from kvoffd_client.vllm.engine_facts import facts_of
 from kvoffd_client.vllm.engine_namespace import MemoryState
 from kvoffd_client.vllm.fingerprint import collect_factors, label_of, namespace_of
+from kvoffd_client.vllm.host_block_events import HostBlockEvents
 from kvoffd_client.vllm.live_weights import LiveWeights, has_experts_elsewhere
 from kvoffd_client.vllm.load_admission import Admission, LoadAdmission
 from kvoffd_client.vllm.log import is_no_refusal, logger
 from kvoffd_client.vllm.manager import KvoffdManager
 from kvoffd_client.vllm.request_state import RequestState
-from kvoffd_client.vllm.scans import search_bytes
-from kvoffd_client.vllm.spec import KvoffdSpec, name_spec
+from kvoffd_client.vllm.scans import replace_searches
+from kvoffd_client.vllm.spec import KvoffdSpec, register_spec
 from kvoffd_client.vllm.worker import KvoffdWorker
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ class KvoffdConnector(OffloadingConnector):
         # vLLM's scheduler reads the policy later; its default fails a request whose load failed. With MultiConnector
         # it reads MultiConnector's.
         policy, transfer_config.kv_load_failure_policy = transfer_config.kv_load_failure_policy, "recompute"
-        name_spec(transfer_config)
+        register_spec(transfer_config)
         super().__init__(vllm_config, role, kv_cache_config)
         if role == KVConnectorRole.WORKER:
             self._begin_worker(vllm_config, kv_cache_config, options.salt)
@@ -104,6 +104,7 @@ class KvoffdConnector(OffloadingConnector):
     def _begin_worker(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, salt: str) -> None:
         factors = collect_factors(vllm_config, kv_cache_config, salt)
         self.connector_worker.spec.namespace = namespace_of(factors, label_of(vllm_config))
+        # Stand-ins without models and adapters, until register_kv_caches() finds them.
         self._weights = LiveWeights(list)
         self._adapters = LiveAdapters(None, None, self._weights.mark_changed)
         self._digest: str | None = None
@@ -116,7 +117,7 @@ class KvoffdConnector(OffloadingConnector):
     def _begin_scheduler(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
         self._manager: KvoffdManager = self.connector_scheduler.manager
         self._waits, requests = self._manager.waits, self._manager.requests
-        search_bytes(self.connector_scheduler, self._manager.groups, lambda request_id: requests[request_id].scan)
+        replace_searches(self.connector_scheduler, self._manager.groups, lambda request_id: requests[request_id].scan)
         self._admission = LoadAdmission(
             vllm_config, kv_cache_config, clock=self._manager.clock, is_loading=self._manager.is_loading
         )
@@ -198,10 +199,11 @@ class KvoffdConnector(OffloadingConnector):
         worker.flush()
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
-        """Prepare the step's stores, which the next step starts; a step without tokens starts them in get_finished().
+        """Prepare the step's stores. It starts no loads: handle_preemptions() has.
 
-        vLLM does so in wait_for_save(), which Model Runner V1 with speculative decoding calls only in the last pipeline
-        stage. Loads have started in handle_preemptions().
+        The next step's handle_preemptions() starts the stores; in a step without tokens, its own get_finished() does.
+        vLLM prepares them in wait_for_save(), which Model Runner V1 with speculative decoding calls only in the last
+        pipeline stage.
         """
         metadata: ConnectorMetadata = self._get_connector_metadata()
         self.connector_worker.prepare_store_kv(metadata)
@@ -268,15 +270,14 @@ class KvoffdConnector(OffloadingConnector):
         """As vLLM's, whose scan sees one answer, read or renewed here.
 
         If the engine's own cache has as much of a prompt as it can use, nothing is loaded: the last token needs a step
-        anyway, and the load of one more block would delay it. Of a prompt of which it has nothing, all is loaded that
-        vLLM's own offloading loads: with EAGLE that includes the block that vLLM's cache drops for the draft.
+        anyway, and the load of one more block would delay it.
         """
         tokens = self._find(request, num_computed_tokens)
         # A prefill instance computed the prompt, and its connector (NIXL, Mooncake) loads it and deletes the mark. Do
         # not defer: MultiConnector would also defer the load of another connector, which has the whole prompt.
         if tokens is None and (request.kv_transfer_params or {}).get("do_remote_prefill"):
             return 0, False
-        return tokens, bool(tokens)  # loads never are a part of a step, see REFUSED
+        return tokens, bool(tokens)  # always asynchronous, as a load that fails inside a step cannot be recomputed
 
     def _find(self, request: Request, own_tokens: int) -> int | None:
         """Return the tokens to load for a request whose ``own_tokens`` are in vLLM's own cache; None if it waits."""
@@ -301,8 +302,8 @@ class KvoffdConnector(OffloadingConnector):
         return None if tokens is None else self._admit(state, own_tokens, tokens)
 
     def _must_wait(self, state: RequestState, own_tokens: int) -> bool:
-        """Return whether a request waits for other loads in this step, whatever a scan would find; or is scanned in a
-        later one, as many others were in this step, though they wait."""
+        """Return whether a request waits in this step, whatever a scan would find: for the load of an earlier one, or
+        behind a load that waits for space, or because enough of those behind such a load were scanned in this step."""
         admission, waits = self._admission, self._waits
         if (found := waits.found_before(state, own_tokens)) is not None:
             most = found.tokens
@@ -310,8 +311,10 @@ class KvoffdConnector(OffloadingConnector):
             return False
         if admission.waits_for_earlier(state.request, own_tokens + most):
             return True
-        # Behind another load that waits for space.
-        return admission.has_deferred and most > 0 and (found is not None or not waits.take_scan(state))
+        if not admission.has_deferred or not most:
+            return False
+        # Nothing is loaded before the one that waits for space. A scan may find that this one has nothing to load.
+        return found is not None or not waits.take_scan(state)
 
     def _has_tail(self, request: Request, own_tokens: int) -> bool:
         """Return whether vLLM's own cache has a prompt's longest tail too: it tells connectors of whole blocks only.
@@ -342,7 +345,7 @@ class KvoffdConnector(OffloadingConnector):
         return tokens
 
     def _needs_two_images(self, request: Request, end: int) -> bool:
-        """Return whether the token behind a hit is an image's, and those that a draft reads ahead another image's.
+        """Return whether the tokens behind a hit, with those that a draft reads ahead, belong to more than one image.
 
         vLLM's scheduler would compute neither image if the encoder takes one in a step: it stops before the second
         image, less what the draft reads ahead, which is where the hit ends. The request, and all behind it, would wait
@@ -419,8 +422,8 @@ class KvoffdConnector(OffloadingConnector):
     def _as_vllm_reads_it(self, output: SchedulerOutput) -> SchedulerOutput:
         """Return the scheduler's output, adapted for vLLM's offloading scheduler and its assertions.
 
-        New requests get no tokens, unless layers have windows, whose blocks may be gone a step later: their first
-        blocks are offered for a store in the next step, so that this does not delay the first token.
+        New requests get no tokens here. So vLLM offers their first blocks for a store a step later, and that does not
+        delay the first token. Not where layers have windows: blocks that a window has left may be gone by then.
 
         A request that was preempted by a reset and is being loaded is removed from the preempted ones, for which only
         stores may be running. States of recurrent layers inside a block beyond ``max_offload_tokens`` are removed too:
@@ -520,7 +523,7 @@ class KvoffdConnector(OffloadingConnector):
 
         Each API server gets the statistics of only some of the steps, so the most recent value of a gauge counts.
         """
-        name_spec(vllm_config.kv_transfer_config)
+        register_spec(vllm_config.kv_transfer_config)
         gauge = functools.partial(metric_types[Gauge], multiprocess_mode="mostrecent")
         return super().build_prom_metrics(vllm_config, {**metric_types, Gauge: gauge}, *args)
 

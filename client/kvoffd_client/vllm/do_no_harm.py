@@ -45,9 +45,7 @@ class DoNoHarm:
     """
 
     def __init__(self, clock: Callable[[], float], prefill: PrefillRate, *, active: bool) -> None:
-        self.prefill = prefill
-        self._clock = clock
-        self.active = active
+        self._clock, self._prefill, self._active = clock, prefill, active
         self._load_samples: dict[int, deque[tuple[float, float]]] = {}
         """End and seconds per token of loads, by length."""
         self._store_waits: deque[tuple[float, float]] = deque(maxlen=1000)
@@ -59,7 +57,7 @@ class DoNoHarm:
     def rates(self) -> tuple[float, float]:
         """Rates of prefill and of recent loads in tokens per second; 0 if unknown."""
         recent = self._recent()
-        return self.prefill.tokens_per_second, 1 / max(median(recent), 1e-9) if recent else 0.0
+        return self._prefill.tokens_per_second, 1 / max(median(recent), 1e-9) if recent else 0.0
 
     def skips_load(self, tokens: int) -> bool:
         """Return whether a load of these tokens is to be computed instead, because such loads take longer."""
@@ -87,13 +85,13 @@ class DoNoHarm:
 
     def record_load(self, tokens: int, seconds: float) -> None:
         """Record the duration of a load. If loads of its length take too long, pause them and log that."""
-        now, rate, length = self._clock(), self.prefill.tokens_per_second, tokens.bit_length()
+        now, rate, length = self._clock(), self._prefill.tokens_per_second, tokens.bit_length()
         if tokens <= 0:
             return
         self._load_samples.setdefault(length, deque(maxlen=LOAD_SAMPLES)).append((now, seconds / tokens))
         loaded_s = self._median_s(tokens, self._recent(length, length))
         paused_until = self.loads_paused_until.pop(length, -inf)
-        if not self.active or not rate:
+        if not self._active or not rate:
             return
         computed_s = tokens / rate
         if loaded_s > MARGIN * computed_s and loaded_s - computed_s > MIN_LOSS_S:
@@ -108,7 +106,7 @@ class DoNoHarm:
     def record_store_wait(self, seconds: float) -> None:
         """Record a wait of vLLM for stores, in the slowest worker."""
         now = self._clock()
-        if not self.active or seconds < MIN_WAITED_S or now < self.stores_paused_until:
+        if not self._active or seconds < MIN_WAITED_S or now < self.stores_paused_until:
             return
         self._store_waits.append((now, seconds))
         while self._store_waits[0][0] < now - WINDOW_S:

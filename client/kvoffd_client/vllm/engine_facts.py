@@ -75,7 +75,10 @@ class CacheShape:
 
     def usable_tokens(self, tokens: int, own_tokens: int) -> int:
         """Return how many of a request's tokens vLLM can use from its own cache, which has ``own_tokens``: whole
-        blocks, without the last token."""
+        blocks, without the last token.
+
+        With EAGLE it finds a block less in its cache, but loads that block too, if the cache has nothing of the prompt.
+        """
         usable = (tokens - 1) // self.block_tokens * self.block_tokens
         return usable - self.dropped_tokens if own_tokens else usable
 

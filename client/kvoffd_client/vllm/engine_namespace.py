@@ -193,7 +193,9 @@ class EngineNamespace:
             return None
         digests: list[bytes] = []
         for _, state in sorted(self._memory.items()):
-            its_path, digest = ("", b"") if state.adapters is None else state.adapters.get(number, ("", None))
+            if state.adapters is None:
+                return b""
+            its_path, digest = state.adapters.get(number, ("", None))
             if digest == b"":
                 return b""
             if digest is not None and its_path == path:
@@ -233,7 +235,10 @@ class EngineNamespace:
         return self.generation, None
 
     def step_ended(self) -> None:
-        """Notice workers that do not meet the scheduler at its daemon. What changed in them has been reported."""
+        """Notice workers that are not registered with the scheduler's daemon, and report them after ``APART_S``.
+
+        Called after a step, in which they have reported what has changed.
+        """
         absent = self._absent_ranks()
         if not absent:
             self._apart = None

@@ -86,9 +86,12 @@ def judged_fields(*verdicts: str) -> dict[str, dict[str, str]]:
     """
     judged: dict[str, dict[str, str]] = {}
     for name, by_verdict in tomllib.loads(JUDGED_FIELDS.read_text()).items():
-        wanted = [fields for verdict, fields in by_verdict.items() if not verdicts or verdict in verdicts]
-        listed = [field.partition("@") for fields in wanted for text in fields.values() for field in text.split()]
-        judged[name] = {field: release for field, _, release in listed}
+        of_class = judged.setdefault(name, {})
+        for verdict, by_reason in by_verdict.items():
+            if not verdicts or verdict in verdicts:
+                for text in " ".join(by_reason.values()).split():
+                    field, _, release = text.partition("@")
+                    of_class[field] = release
     return judged
 
 

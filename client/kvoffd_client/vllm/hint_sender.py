@@ -9,7 +9,7 @@ from vllm.v1.kv_offload.base import OffloadKey
 
 from kvoffd_client.vllm import metrics
 from kvoffd_client.vllm.adapters import AdapterContents
-from kvoffd_client.vllm.connector_metadata import ChunkGroup, ChunkGroups, wire_keys
+from kvoffd_client.vllm.chunk_groups import ChunkGroup, ChunkGroups, wire_keys
 from kvoffd_client.vllm.engine_namespace import EngineNamespace
 from kvoffd_client.vllm.hints import RequestHint, name_of
 from kvoffd_client.vllm.request_state import RequestState
@@ -119,14 +119,14 @@ def hinted_hashes(
     request: Request,
     start: int,
     tail_tokens: int,
-    loaded_tails: Mapping[int, Sequence[bytes]],
+    found_tails: Mapping[int, Sequence[bytes]],
 ) -> dict[int, list[bytes]]:
     """Return what a hint of a request names: by index of the group, the hashes of its complete chunks from the token
     ``start`` on, root first and MAX_KEYS at most, then those of its tails.
 
     Args:
         tail_tokens: tokens per hash if tails are stored, else 0.
-        loaded_tails: hashes of tails that were found for the request, by index of the group.
+        found_tails: hashes of tails that were found for the request, by index of the group.
     """
     hashes, named = request.block_hashes, dict[int, list[bytes]]()
     most_tokens = MAX_KEYS / sum(1 / group.tokens_per_chunk for group in groups)
@@ -139,7 +139,7 @@ def hinted_hashes(
         last = min(first + int(most_tokens / tokens), chunks)
         chosen = list(hashes[first * size + size - 1 : last * size : size]) if first < last else []
         if tail_end and last == chunks:
-            chosen += loaded_tails.get(index, ())[:MAX_TAILS]
+            chosen += found_tails.get(index, ())[:MAX_TAILS]
             if tail_end % size and tail_end <= len(hashes):
                 chosen.append(hashes[tail_end - 1])
         if chosen:

@@ -109,33 +109,33 @@ def read_hints(context: ReqContext, option: HintsOption = "all") -> RequestHints
         except ValueError as error:
             problems.append(_log_once(SOURCE_FIELD, error))
             unknown = 1
-    envelope = context.kv_hints or params.get(FIELD)
+    envelope, actions = context.kv_hints or params.get(FIELD), list[Any]()
     if option == "off" and envelope is not None:
         problems.append('the engine has the option "hints": "off"')
-    if option != "off" and envelope is not None:
+    elif envelope is not None:
         try:
             actions = _actions_of(envelope)
         except ValueError as error:
             problems.append(_log_once(FIELD, error))
-            actions, unknown = [], unknown + 1
-        if (more := len(actions) - MAX_ACTIONS) > 0:
-            problems.append(f"those after the first {MAX_ACTIONS}")
-            unknown += more
-        for sent in actions[:MAX_ACTIONS]:
-            kind = "an action"
-            try:
-                action = _convert(sent, _Action)
-                kind = action.action_type
-                if kind == FETCH and _is_known(action.action_version):
-                    endpoint = _convert(action.payload, _Fetch).source_control_endpoint
-                    peer = _host_of(endpoint) or peer
-                    continue
-                hint, its_owner = _read(action, option)
-                owner = _sendable(its_owner) or owner
-                hints[hint.action] = hint
-            except ValueError as error:
-                problems.append(_log_once(kind, error))
-                unknown += 1
+            unknown += 1
+    if (more := len(actions) - MAX_ACTIONS) > 0:
+        problems.append(f"those after the first {MAX_ACTIONS}")
+        unknown += more
+    for sent in actions[:MAX_ACTIONS]:
+        kind = "an action"
+        try:
+            action = _convert(sent, _Action)
+            kind = action.action_type
+            if kind == FETCH and _is_known(action.action_version):
+                endpoint = _convert(action.payload, _Fetch).source_control_endpoint
+                peer = _host_of(endpoint) or peer
+                continue
+            hint, its_owner = _read(action, option)
+            owner = _sendable(its_owner) or owner
+            hints[hint.action] = hint
+        except ValueError as error:
+            problems.append(_log_once(kind, error))
+            unknown += 1
     return RequestHints(list(hints.values()), unknown, peer, _giver_of(owner), problems[0] if problems else "")
 
 

@@ -9,13 +9,14 @@ from dataclasses import dataclass, field
 from vllm.v1.kv_offload.base import LookupResult, OffloadKey
 
 from kvoffd_client.scheduler_client import LookupFuture, StoredKeys
-from kvoffd_client.vllm.connector_metadata import ChunkGroup, wire_keys
+from kvoffd_client.vllm.chunk_groups import ChunkGroup, wire_keys
 from kvoffd_proto.messages import ABSENT, COMING, READY, WRITING
 
 HIT, COMES, MISS = b"h", b"c", b"m"
 """Results of a scan, one byte for each chunk: it is ready; it is being promoted, and waited for; neither."""
 RESULTS = {HIT[0]: LookupResult.HIT, COMES[0]: LookupResult.HIT_PENDING, MISS[0]: LookupResult.MISS}
 NOT_COMING = bytes([ABSENT, WRITING, READY])
+"""States of keys that come from no tier. ``states.strip(NOT_COMING)`` is empty if all are such."""
 NOTHING_AWAITED: frozenset[int] = frozenset()
 _READY = bytes([READY])
 
@@ -70,7 +71,7 @@ class KeyedLookup:
     is_read: bool = False
     is_coming: bool = False
     all_ready: bool = False
-    _is_old: bool = field(default=False, init=False)
+    _found_newer: bool = field(default=False, init=False)
     """Whether something that the answer lacks was stored since, as the last search found."""
     _searched_count: int = field(default=-1, init=False)
     """``stored.count`` at the last search."""
@@ -159,8 +160,8 @@ class KeyedLookup:
 
     @property
     def most_usable_tokens(self) -> int:
-        """Most tokens that can be loaded: up to the last chunk that is ready, where only prefixes can be used up to the
-        first that is not, in the group with the fewest, and one chunk more if tails were looked up."""
+        """Most tokens that can be loaded, by the group with the fewest: up to its last ready chunk, or up to its first
+        that is not ready if only prefixes can be used; and one chunk more if tails were looked up."""
         tokens = []
         for index, group in enumerate(self.groups):
             last = self.leading_ready(index) if self.only_prefixes else self.chunk_states(index).rfind(_READY) + 1
@@ -168,20 +169,20 @@ class KeyedLookup:
         return min(tokens)
 
     def asks_tails_beyond(self, answer: KeyedLookup | None) -> bool:
-        """Return whether it asks for tails that ``answer`` lacks."""
+        """Return whether it asks for tails that ``answer`` lacks. Lookups for the same tails share one object."""
         return bool(self.tails) and (answer is None or self.tails is not answer.tails)
 
-    def grows_old(self, stored: StoredKeys) -> bool:
+    def is_old(self, stored: StoredKeys) -> bool:
         """Return whether something that the answer lacks was stored after this was sent.
 
         ``stored``: the present client's. If that is another one, the answer is about another namespace, and old.
         """
         if stored is not self.stored:
             return True
-        if not self._is_old and (count := stored.count) != self._searched_count:
-            self._is_old = self._was_stored(stored)
+        if not self._found_newer and (count := stored.count) != self._searched_count:
+            self._found_newer = self._was_stored(stored)
             self._searched_count = count
-        return self._is_old
+        return self._found_newer
 
     def _was_stored(self, stored: StoredKeys) -> bool:
         """Search what was stored since the last search for keys that the answer lacks."""

@@ -93,7 +93,8 @@ class LoadAdmission:
         self._clock, self._is_loading = clock, is_loading
         groups = kv_cache_config.kv_cache_groups
         self._specs = [next(iter(iter_layer_specs(one.kv_cache_spec))) for one in groups if not one.host_resident]
-        self._most = [_most_blocks(spec, vllm_config) for spec in self._specs]
+        self._most_by_spec = [_most_blocks(spec, vllm_config) for spec in self._specs]
+        """Most blocks of each spec that vLLM gives to a request of any length."""
         self._context_parallel = vllm_config.parallel_config.decode_context_parallel_size
         self._step_tokens = vllm_config.max_in_flight_tokens
         self._prompt_step_tokens = prompt_step_tokens_of(vllm_config.scheduler_config)
@@ -101,17 +102,19 @@ class LoadAdmission:
         self._drafts = vllm_config.num_speculative_tokens + vllm_config.num_lookahead_tokens
         speculates = bool(vllm_config.num_speculative_tokens)
         windowed = any(isinstance(spec, MambaSpec) or _window_of(spec) for spec in self._specs)
-        step = [
+        of_drafts = [
             cdiv(1 + self._drafts, self._block_tokens(one)) for one in self._specs if not isinstance(one, MambaSpec)
         ]
-        self._kept_free: int = sum(step) if speculates else 0
+        self._kept_free: int = sum(of_drafts) if speculates else 0
+        """Blocks that a step with drafts needs."""
         self._blocks: float = kv_cache_config.num_blocks - 1 if speculates or windowed else inf  # one is the null block
+        """Blocks of the KV cache, if loads could deadlock it; else infinity."""
         self._loaded: dict[Request, Loaded] = {}
         self.pool: BlockPool | None = None
         self.has_deferred = False
 
     def record_scheduled(self, request: Request, *, computed_s: float) -> None:
-        """Record that a request is scheduled: to be loaded instead of computing for ``computed_s``; to compute if 0."""
+        """Record that a request is scheduled. ``computed_s``: time to compute what it loads; 0 if it loads nothing."""
         self._loaded = {other: load for other, load in self._loaded.items() if not other.is_finished()}
         self._loaded.pop(request, None)
         if computed_s:
@@ -176,7 +179,7 @@ class LoadAdmission:
         if not others and self._blocks == inf:
             return True
         blocks = self._blocks_of(request.num_tokens + self._drafts, cached)
-        if not others:
+        if not others:  # it has at most its own blocks, or those of what was loaded and of the first step's drafts
             return max(blocks, self._blocks_of(cached, cached) + self._kept_free) <= self._blocks
         # vLLM keeps blocks free for requests whose load failed.
         failed = sum(load.blocks for other, load in others.items() if not other.num_computed_tokens)
@@ -189,7 +192,7 @@ class LoadAdmission:
     def _blocks_of(self, tokens: int, cached: int) -> float:
         """Return the most blocks that a request of ``tokens``, ``cached`` of them computed, may have at once."""
         blocks = 0.0
-        for spec, most in zip(self._specs, self._most, strict=True):
+        for spec, most in zip(self._specs, self._most_by_spec, strict=True):
             size = self._block_tokens(spec)
             if window := _window_of(spec):
                 needed = cdiv(min(tokens, window + min(tokens - cached, self._step_tokens)), size) + 1

@@ -21,8 +21,9 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvoffd_client.vllm import metrics
 from kvoffd_client.vllm.adapters import AdapterContents
+from kvoffd_client.vllm.chunk_groups import ChunkGroup, ChunkGroups, KeyedSpec
 from kvoffd_client.vllm.compute_times import ComputeTimes
-from kvoffd_client.vllm.connector_metadata import ChunkGroup, ChunkGroups, FailedJob, KeyedSpec, WorkerNews
+from kvoffd_client.vllm.connector_metadata import FailedJob, WorkerNews
 from kvoffd_client.vllm.do_no_harm import DoNoHarm
 from kvoffd_client.vllm.engine_facts import EngineFacts
 from kvoffd_client.vllm.engine_namespace import EngineNamespace
@@ -66,10 +67,12 @@ class KvoffdManager(OffloadingManager):
         waits: what requests wait for.
         stores: stores of blocks, within the credit.
         outcomes: reports of prompts.
-        harm: measurements of loads, stores and computing.
+        prefill: how fast the engine computes prompts.
+        harm: which loads and stores cost more than they save.
         times: when prompts would be computed.
     """
 
+    prefill: PrefillRate
     harm: DoNoHarm
     times: ComputeTimes
 
@@ -117,27 +120,31 @@ class KvoffdManager(OffloadingManager):
 
     def begin_engine(self, engine: EngineFacts) -> None:
         """Set properties of the engine's configuration, before the first request."""
-        prefill = PrefillRate(self.clock, engine.most_running, engine.prompt_step_tokens)
-        self.harm = DoNoHarm(self.clock, prefill, active=self._do_no_harm)
-        self.times = ComputeTimes(engine, prefill, self.namespace, self.requests, self.lookups.loading)
+        self.prefill = PrefillRate(self.clock, engine.most_running, engine.prompt_step_tokens)
+        self.harm = DoNoHarm(self.clock, self.prefill, active=self._do_no_harm)
+        self.times = ComputeTimes(engine, self.prefill, self.namespace, self.requests, self.lookups.loading)
         self.lookups.begin_engine(engine)
         self.waits.begin_engine(engine, self.harm, self.times)
         self.stores.begin_engine(engine, self.harm)
 
     def begin_step(self, request_tokens: Collection[int]) -> None:
         """Record the start of a step with these numbers of tokens per request, look up the next prompts of the queue;
-        regularly report to the daemon."""
+        regularly report to the daemon.
+
+        vLLM has scheduled this step by now. What ``waits`` and the queue allow "in a step" they allow from here on,
+        while vLLM schedules the next one.
+        """
         self.outcomes.decide()
-        self.harm.prefill.begin_step(request_tokens)
+        self.prefill.begin_step(request_tokens)
         self.waits.begin_step(is_idle=not request_tokens)
         self.lookups.begin_step()
         # Counts are kept until the daemon answers: lookups are late when it does not.
         if self.clock() >= self._reports.due_at and self.namespace.client.ready:
-            self._reports.send(self.harm.prefill.tokens_per_second, self.waits.late_times_sum)
+            self._reports.send(self.prefill.tokens_per_second, self.waits.late_times_sum)
 
     def take_events(self) -> Sequence[KVCacheEvent]:
         """Record that a step has ended; return events of the daemon's blocks for the engine's stream."""
-        self.harm.prefill.step_ended()
+        self.prefill.step_ended()
         events = self.stores.events
         return events.take(self.namespace) if events is not None else ()
 
@@ -170,7 +177,7 @@ class KvoffdManager(OffloadingManager):
     def _on_leave(self) -> None:
         """Have all requests look at the namespace again, and disable those with adapters: these may have been replaced
         in place, and vLLM continues the requests."""
-        self.lookups.queue.wake_all()
+        self.lookups.queue.parked.wake_all()
         for state in self.requests.values():
             if state.adapter.content:
                 self.lookups.end_leases(state)
@@ -233,7 +240,7 @@ class KvoffdManager(OffloadingManager):
         self._engine_clock.read()  # the time until now is not the new request's
         if not self.lookups.queue.has_waiting:
             self._engine_clock.begin_waits()
-        self.waits.arrived()
+        self.waits.skip_pause()
         hints = read_hints(req_context, self._hints_option)
         # kv_load_tiers of the request: the pool is vLLM's primary tier, which requests cannot exclude.
         state = RequestState(
@@ -257,7 +264,7 @@ class KvoffdManager(OffloadingManager):
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> KeyedSpec:
         if (state := self.requests.get(req_context.req_id)) is None:
-            spec = self.groups.spec_of(keys, b"")
+            spec = self.groups.spec_of(keys, b"")  # it has ended; without a lease the load fails
         else:
             spec = self.groups.spec_of(keys, state.adapter.content)
             tails = [key for key in keys if key in state.scan.tail_results]
@@ -265,7 +272,7 @@ class KvoffdManager(OffloadingManager):
                 spec.lease_id, spec.load_tokens = answer.future.lease_id, state.scheduling.loaded_tokens
                 if state.adapter.content:
                     self.adapters.will_load(state.request.lora_request)
-                if tails:  # they were found by a repeat, which the policy does not see
+                if tails:  # only repeated lookups ask for tails, and the daemon does not show those to its policy
                     used = self.groups.spec_of(tails, state.adapter.content)
                     self.namespace.client.show_used(used.keys, giver=state.hints.giver)
         spec.request_id = req_context.req_id
@@ -291,7 +298,7 @@ class KvoffdManager(OffloadingManager):
         if (state := self.requests.pop(req_context.req_id, None)) is None:
             return
         self.lookups.queue.remove(req_context.req_id)
-        was_scheduled = state.was_reported  # else it has stored nothing that its hints could name
+        was_scheduled = state.was_reported  # an outcome is reported for each that was; others have stored nothing
         self.outcomes.request_ended(state)
         if was_scheduled:
             self.lookups.hint_sender.send_end_hints(state)

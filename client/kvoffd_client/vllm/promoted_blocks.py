@@ -6,15 +6,18 @@ from dataclasses import dataclass, field
 
 from vllm.v1.kv_offload.base import OffloadKey
 
-from kvoffd_client.vllm.connector_metadata import Place
+from kvoffd_client.vllm.chunk_groups import Place
 from kvoffd_client.vllm.keyed_lookup import NOT_COMING, KeyedLookup
 from kvoffd_proto.messages import COMING, READY, SHARED
 
-ASKED, LACKED = 255, 254
-"""States of a chunk that a store is being asked for, so that it may or may not come from there, and of one that no
-store had: if it is ready later, an engine has stored it."""
-_TIER_ONLY = bytes(0 if state == READY else LACKED if state in NOT_COMING else state for state in range(256))
-_WHILE_ASKING = bytes(ASKED if state == SHARED else state for state in _TIER_ONLY)
+ASKED = 255
+"""State of a chunk that a store is being asked for: it may or may not come from there."""
+LACKED = 254
+"""State of a chunk that no store had. If it is ready later, an engine has stored it."""
+_ALL_ANSWERED = bytes(0 if state == READY else LACKED if state in NOT_COMING else state for state in range(256))
+"""Table that makes these states of an answer's: PENDING and SHARED stay, READY becomes 0."""
+_WHILE_ASKING = bytes(ASKED if state == SHARED else state for state in _ALL_ANSWERED)
+"""The same while a store has not answered for all keys: the answer does not say for which."""
 
 
 @dataclass(slots=True, eq=False)
@@ -33,7 +36,7 @@ class PromotedBlocks:
         """Record which blocks an answer reports as being promoted, and which of the earlier ones as absent."""
         if not (answer.is_coming or self.chunks or self.tails):
             return
-        table = _WHILE_ASKING if answer.future.asking else _TIER_ONLY
+        table = _WHILE_ASKING if answer.future.asking else _ALL_ANSWERED
         for key, state in answer.tail_states().items():
             if state in COMING:
                 self.tails[key] = state

@@ -7,14 +7,14 @@ from typing import NamedTuple
 
 from msgspec import structs
 
-from kvoffd_client.vllm.connector_metadata import ChunkGroups
+from kvoffd_client.vllm.chunk_groups import ChunkGroups
 from kvoffd_client.vllm.engine_namespace import EngineNamespace
 from kvoffd_client.vllm.keyed_lookup import KeyedLookup
 from kvoffd_client.vllm.prompt_report import report_of, report_of_failed
 from kvoffd_client.vllm.request_state import PromptWait, RequestState, Scheduling
 
 
-class Scheduled(NamedTuple):
+class Undecided(NamedTuple):
     """A request that a step schedules, its wait that has ended, and its scheduling before this one."""
 
     state: RequestState
@@ -31,17 +31,17 @@ class PromptOutcomes:
 
     def __init__(self, namespace: EngineNamespace, groups: ChunkGroups, loading: Mapping[str, KeyedLookup]) -> None:
         self._namespace, self._groups, self._loading = namespace, groups, loading
-        self._scheduled: list[Scheduled] = []
+        self._undecided: list[Undecided] = []
         """Requests that this step schedules."""
 
     def scheduled(self, state: RequestState, wait: PromptWait, earlier: Scheduling) -> None:
         """Record that a request is about to be scheduled: its ``wait`` ends, and so does its ``earlier`` scheduling."""
-        self._scheduled.append(Scheduled(state, wait, earlier))
+        self._undecided.append(Undecided(state, wait, earlier))
 
     def decide(self) -> None:
         """Decide the outcomes of the requests that this step schedules, now that vLLM knows what they compute."""
-        scheduled, self._scheduled = self._scheduled, []
-        for state, wait, earlier in scheduled:
+        undecided, self._undecided = self._undecided, []
+        for state, wait, earlier in undecided:
             self._send(earlier)  # of a load before a reset, whose end vLLM does not report
             if state.was_reported and wait.counted is None:
                 continue
@@ -73,13 +73,14 @@ class PromptOutcomes:
         if state.request is None:  # vLLM never announced it
             return
         scheduling = state.scheduling
-        if is_loading := state.request.request_id in self._loading:
-            state.wait.promoted = scheduling.promoted  # of the wait for this load
+        wait, is_loading = state.wait, state.request.request_id in self._loading
+        if is_loading:
+            wait.promoted = scheduling.promoted  # this wait began with the load: those came in the one before
         else:
             self._send(scheduling)
-        if state.wait.counted is not None or is_loading:
+        if wait.counted is not None or is_loading:
             unsent = scheduling.unsent_report
-            report = report_of(state, state.wait, self._groups, dropped=True)
+            report = report_of(state, wait, self._groups, dropped=True)
             lease_id = report.lease_id or (unsent.lease_id if unsent is not None else 0)
             scheduling.unsent_report = structs.replace(report, lease_id=lease_id)
         self._send(scheduling)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from msgspec import structs
 
-from kvoffd_client.vllm.connector_metadata import ChunkGroup, wire_keys
+from kvoffd_client.vllm.chunk_groups import ChunkGroup, wire_keys
 from kvoffd_client.vllm.keyed_lookup import KeyedLookup
 from kvoffd_client.vllm.promoted_blocks import ASKED, LACKED, PromotedBlocks
 from kvoffd_client.vllm.request_state import PromptWait, RequestState
@@ -48,7 +48,7 @@ class LeadingKeys(NamedTuple):
 
 
 class FoundKeys(NamedTuple):
-    """Numbers of the keys of a prompt's last lookup, as in ``PromptReport``."""
+    """Numbers of the keys of the lookup that decided about a prompt, as in ``PromptReport``."""
 
     keys: int
     found_pool: int
@@ -72,8 +72,8 @@ def report_of(
     ``wait``: its wait that has ended. ``load_lease_id``: lease under which it loads.
     """
     request, scan, adapter = state.request, state.scan, state.adapter.content
-    # What it decided by is not the last lookup if that was sent early, to have the next answer in time.
-    last = state.last if dropped or scan.answer is None else scan.answer
+    # The lookup that decided is not the last one if that was sent early, to have the next answer in time.
+    lookup = state.last if dropped or scan.answer is None else scan.answer
     own_tokens, other_tokens = scan.own_tokens, 0
     if not dropped:
         # vLLM knows now what it computes: not the end of a prompt in its cache, which is less than a block, and
@@ -81,7 +81,7 @@ def report_of(
         own_tokens = request.num_computed_tokens - loaded_tokens
         if (more := own_tokens - scan.own_tokens) >= min(one.tokens_per_chunk for one in groups):
             own_tokens, other_tokens = scan.own_tokens, more
-    leading = _leading_keys(state, groups, loaded_tokens, is_computed_elsewhere=dropped or other_tokens > 0)
+    leading = _leading_keys(state, groups, loaded_tokens, computes_none=dropped or other_tokens > 0)
     if loaded_tokens:
         outcome = Outcome.LOADED
     elif dropped:
@@ -89,12 +89,12 @@ def report_of(
     elif not any(leading.whole):
         outcome = Outcome.TOO_SHORT
     else:
-        outcome = _why_computed(state, wait, last, is_loaded_elsewhere=other_tokens > 0)
-    group, missing, number, reason = _first_missing(last, leading.covered, adapter, state.tiers)
+        outcome = _why_computed(state, wait, lookup, is_loaded_elsewhere=other_tokens > 0)
+    group, missing, number, reason = _first_missing(lookup, leading.covered, adapter, state.tiers)
     after_gap = 0
-    if missing and last is not None:
-        after_gap = sum(last.chunk_states(index).count(READY, leading.covered[index]) for index in last.chunks)
-    found = _found_keys(last, wait.promoted)
+    if missing and lookup is not None:
+        after_gap = sum(lookup.chunk_states(index).count(READY, leading.covered[index]) for index in lookup.chunks)
+    found = _found_keys(lookup, wait.promoted)
     return PromptReport(
         request=request.request_id[:MAX_REQUEST_ID],
         decided_at=time.time(),
@@ -121,14 +121,14 @@ def report_of(
         unanswered=found.unanswered,
         marks=_marks_of(request) + [Mark.KV_LOAD_TIERS.value] * (reason == EXCLUDED),
         hints="; ".join(f"{name} {what}" for name, what in state.hint_notes.items())[:MAX_HINTS_CHARACTERS],
-        coming_keys=_coming(last, leading.covered) if missing else [],
+        coming_keys=_coming(lookup, leading.covered) if missing else [],
     )
 
 
 def _leading_keys(
-    state: RequestState, groups: Sequence[ChunkGroup], loaded_tokens: int, *, is_computed_elsewhere: bool
+    state: RequestState, groups: Sequence[ChunkGroup], loaded_tokens: int, *, computes_none: bool
 ) -> LeadingKeys:
-    """Return a request's leading keys. ``is_computed_elsewhere``: without a load this engine computes none of them."""
+    """Return a request's leading keys. ``computes_none``: without a load this engine computes none of them either."""
     request, scan = state.request, state.scan
     whole = [request.num_tokens // one.tokens_per_chunk for one in groups]
     own = [scan.own_tokens // one.tokens_per_chunk for one in groups]
@@ -138,33 +138,33 @@ def _leading_keys(
             end -= end % groups[0].tokens_per_chunk  # it ends with a tail, or with a chunk
         ends = [-(-end // one.tokens_per_chunk) for one in groups]
         return LeadingKeys(whole, own, [*map(min, whole, ends)])
-    if is_computed_elsewhere:
+    if computes_none:
         return LeadingKeys(whole, whole, whole)
     # vLLM computes the last token in any case, and with it the block that ends there.
     return LeadingKeys(whole, own, whole if scan.engine_has_all else own)
 
 
-def _found_keys(last: KeyedLookup | None, blocks: PromotedBlocks) -> FoundKeys:
-    """Return where the keys of a request's ``last`` lookup were found, some of them after they were promoted."""
-    keys = ready = unanswered = promoted = from_disk = from_store = asked = 0
-    if last is not None:
-        states, unanswered = last.states, last.future.asking
+def _found_keys(lookup: KeyedLookup | None, promoted: PromotedBlocks) -> FoundKeys:
+    """Return where the keys of a lookup were found: what is ready was in the pool, unless it was promoted before."""
+    keys = ready = unanswered = came_up = from_disk = from_store = asked = 0
+    if lookup is not None:
+        states, unanswered = lookup.states, lookup.future.asking
         keys, ready = sum(map(len, states)), sum(one.count(READY) for one in states)
-    for index, before in blocks.chunks.items():
-        found = last.chunk_states(index) if last is not None else b""
-        came = [state for state, now in zip(before, found, strict=False) if state not in (0, LACKED) and now == READY]
-        promoted += len(came)
+    for index, before in promoted.chunks.items():
+        now = lookup.chunk_states(index) if lookup is not None else b""
+        came = [old for old, new in zip(before, now, strict=False) if old not in (0, LACKED) and new == READY]
+        came_up += len(came)
         from_disk += before.count(PENDING)
-        from_store += before.count(SHARED) + came.count(ASKED)
+        from_store += before.count(SHARED) + came.count(ASKED)  # a store had what it was asked for, if that is ready
         asked += before.count(SHARED) + before.count(ASKED) + before.count(LACKED)
-    return FoundKeys(keys, ready - promoted, from_disk, from_store, asked, min(asked, unanswered))
+    return FoundKeys(keys, ready - came_up, from_disk, from_store, asked, min(asked, unanswered))
 
 
 def _why_computed(
-    state: RequestState, wait: PromptWait, last: KeyedLookup | None, *, is_loaded_elsewhere: bool
+    state: RequestState, wait: PromptWait, lookup: KeyedLookup | None, *, is_loaded_elsewhere: bool
 ) -> Outcome:
     """Return the outcome of a prompt of a block or more that computes. Another connector may load it."""
-    was_looked_up = state.scan.may_load and last is not None and not last.future.failed
+    was_looked_up = state.scan.may_load and lookup is not None and not lookup.future.failed
     if is_loaded_elsewhere or (state.scan.engine_has_all and was_looked_up):
         return Outcome.NOT_NEEDED
     if state.scan.is_late:
@@ -193,30 +193,32 @@ def _marks_of(request: Request) -> list[str]:
 
 
 def _first_missing(
-    last: KeyedLookup | None, covered: Sequence[int], adapter: bytes, tiers: Collection[int]
+    lookup: KeyedLookup | None, covered: Sequence[int], adapter: bytes, tiers: Collection[int]
 ) -> tuple[int, bytes, int, str]:
     """Return the first key that was neither covered nor ready: group, key, its position among all keys looked up, from
     1, and the reason if it is known here."""
     before = 0
-    for (index, chunks), states in zip(last.chunks.items(), last.states, strict=False) if last is not None else ():
+    if lookup is None:
+        return 0, b"", 0, ""
+    for (index, chunks), states in zip(lookup.chunks.items(), lookup.states, strict=False):
         for at in range(covered[index], len(states)):
             if states[at] != READY:
                 (key,) = wire_keys([chunks[at]], adapter)
-                return index, key, before + at + 1, _reason_of(last, states[at], tiers)
+                return index, key, before + at + 1, _reason_of(lookup, states[at], tiers)
         before += len(states)
     return 0, b"", 0, ""
 
 
-def _coming(last: KeyedLookup | None, covered: Sequence[int]) -> list[int]:
+def _coming(lookup: KeyedLookup | None, covered: Sequence[int]) -> list[int]:
     """Return by group how many keys behind the covered ones were ready or coming, without a gap."""
-    found = [last.chunk_states(index)[count:] if last is not None else b"" for index, count in enumerate(covered)]
+    found = [lookup.chunk_states(index)[count:] if lookup is not None else b"" for index, count in enumerate(covered)]
     return [len(states) - len(states.lstrip(bytes([READY, *COMING]))) for states in found]
 
 
-def _reason_of(last: KeyedLookup | None, key_state: int, tiers: Collection[int]) -> str:
+def _reason_of(lookup: KeyedLookup, key_state: int, tiers: Collection[int]) -> str:
     """Return why a key that is not READY was missing; empty if the daemon knows."""
     if key_state not in COMING:
         return "partial" if key_state == WRITING else ""
     if key_state not in tiers:
         return EXCLUDED
-    return "unanswered" if key_state == SHARED and last is not None and last.future.asking else "tier_late"
+    return "unanswered" if key_state == SHARED and lookup.future.asking else "tier_late"

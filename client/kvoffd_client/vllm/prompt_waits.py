@@ -11,7 +11,7 @@ from kvoffd_client.vllm.compute_times import ComputeTimes
 from kvoffd_client.vllm.do_no_harm import DoNoHarm
 from kvoffd_client.vllm.engine_facts import EngineFacts
 from kvoffd_client.vllm.keyed_lookup import NOTHING_AWAITED, KeyedLookup
-from kvoffd_client.vllm.prompt_queue import Parked
+from kvoffd_client.vllm.parked_prompts import Parked
 from kvoffd_client.vllm.request_lookups import RequestLookups
 from kvoffd_client.vllm.request_state import FoundTokens, PromptWait, RequestState, ScanBasis
 from kvoffd_client.vllm.scans import PreparedScan
@@ -28,8 +28,14 @@ one prompt. vLLM makes a key of each hash, in about a microsecond."""
 class PromptWaits:
     """The waits of the prompts that are not scheduled. vLLM comes to each of them in each step.
 
-    ``pass_over`` passes over those that are parked. For others ``prepare_scan`` takes the answer and decides whether
-    vLLM may scan it now. ``found_before`` or vLLM's scan finds the tokens, and ``record_scan`` keeps them.
+    Then the connector asks in this order, until it finds that the prompt waits:
+
+    1. ``pass_over``: it is parked.
+    2. ``found_before``, else ``most_loadable``: whatever it may load must wait for other prompts' loads. Behind a load
+       that waits for space, ``take_scan`` lets a few continue.
+    3. ``prepare_scan``: it waits for an answer. Else vLLM may scan that.
+    4. ``found_before``, else vLLM's scan: it waits for blocks to be promoted, or to be loaded for another prompt.
+       ``record_scan`` keeps the result.
 
     Args:
         lookups: the prompts' lookups, which this sends and takes.
@@ -41,7 +47,7 @@ class PromptWaits:
         do_no_harm: a prompt waits for promotions only while loading is expected to be faster than computing.
 
     Attributes:
-        late_times_sum: sum of the times at which lookups were given up.
+        late_times_sum: sum of the times at which lookups were given up, of which their mean age is made.
     """
 
     def __init__(
@@ -62,28 +68,29 @@ class PromptWaits:
         self.late_times_sum = 0.0
         self._hashes_left = SCANNED_HASHES
         """Block hashes of prompts behind another load that this step may still scan."""
-        self._is_first = True
-        """Whether vLLM has come to no prompt in this step yet."""
+        self._must_wake = True
+        """Whether parked prompts were not woken in this step yet: vLLM has come to none."""
         self._may_pause = True
         """Whether an idle engine may pause in this step: it has not, and no prompt has come since the step before."""
 
     def begin_engine(self, engine: EngineFacts, harm: DoNoHarm, times: ComputeTimes) -> None:
         """Set properties of the engine, before the first request."""
         self._engine, self._harm, self._times = engine, harm, times
-        self._queue = self._lookups.queue
+        self._queue, self._parked = self._lookups.queue, self._lookups.queue.parked
 
     def begin_step(self, *, is_idle: bool) -> None:
         """Begin a step, in which no request runs if it ``is_idle``."""
         self._engine_clock.read()
         self._engine_clock.is_idle = is_idle
         self._answer_wait.begin_step(is_idle=is_idle)
-        self._is_first = self._may_pause = True
+        self._must_wake = self._may_pause = True
         self._hashes_left = SCANNED_HASHES
         self._queue.begin_step()
         self._times.begin_step()
 
-    def arrived(self) -> None:
-        """Have an idle engine not pause in the next step: vLLM comes to the new prompt after those that are parked."""
+    def skip_pause(self) -> None:
+        """Have an idle engine not pause in the next step, because a prompt has arrived: vLLM comes to those that are
+        parked before it."""
         self._may_pause = False
 
     # --- parked prompts ----------------------------------------------------------------------------
@@ -91,27 +98,27 @@ class PromptWaits:
     def pass_over(self, request_id: str, own_tokens: int) -> bool:
         """Return whether vLLM passes over a request, because it is parked. The first call of a step wakes what is due;
         an idle engine pauses here once in a step, unless the next one has something to do."""
-        if self._is_first:
-            self._is_first = False
+        if self._must_wake:
+            self._must_wake = False
             self._wake()
-        if not self._queue.is_parked(request_id, own_tokens):
+        if not self._parked.is_parked(request_id, own_tokens):
             return False
         may_pause = self._engine_clock.is_idle and self._may_pause and self._engine.may_pause
-        if not may_pause or self._queue.has_turns_left:
+        if not may_pause or self._queue.has_work:
             return True
         self._pause()
-        return self._queue.is_parked(request_id, own_tokens)
+        return self._parked.is_parked(request_id, own_tokens)
 
     def _wake(self) -> None:
         """Wake the parked requests whose time, answer or turn has come."""
-        if not self._queue.has_parked:
+        if not self._parked:
             return
         if self._namespace.serves and self._namespace.registered:
             self._namespace.client.poll()
             self._queue.wake_for_lookups()
-            self._queue.wake(self._engine_clock.read())
+            self._parked.wake(self._engine_clock.read())
         else:
-            self._queue.wake_all()
+            self._parked.wake_all()
 
     def _pause(self) -> None:
         """Pause an idle engine until an answer comes, or for a moment: it runs empty steps while all prompts wait.
@@ -119,11 +126,11 @@ class PromptWaits:
         That none comes says nothing of the daemon: no prompt's wait has timed out.
         """
         self._may_pause, answer_wait = False, self._answer_wait
-        if (future := self._queue.first_awaited) is None:
+        if (future := self._parked.first_awaited) is None:
             self._sleep(answer_wait.take_pause())
         elif answer_wait.may_wait(self._engine_clock.read()):
             self._wait(future, must_come=False)
-        self._queue.wake(self._engine_clock.read())
+        self._parked.wake(self._engine_clock.read())
 
     def _wait(self, future: LookupFuture, *, must_come: bool) -> None:
         """Wait for an answer for the rest of this step's time for waits. Only one that ``must_come`` is counted, and
@@ -151,7 +158,7 @@ class PromptWaits:
             ask_order=ask_order,
             ask_at=wait.tier.ask_at,
         )
-        self._queue.park(request_id, parked)
+        self._parked.park(request_id, parked)
 
     # --- a prompt's scan ---------------------------------------------------------------------------
 
@@ -160,9 +167,12 @@ class PromptWaits:
     ) -> bool:
         """Prepare the results of vLLM's scan of a request, which must see a single answer.
 
-        Take an answer that has come, ask again if it may not be the best one any more, and wait a moment for the next.
-        ``own_tokens`` are in vLLM's own cache, in whole blocks; ``engine_has_all``: as many as it can use, so
-        nothing is loaded but a tail, unless ``engine_has_tail``. False: the request waits, and vLLM must not scan now.
+        Return False if the request waits: then it is parked if that is for an answer, and vLLM must not scan it now.
+
+        Args:
+            own_tokens: tokens in vLLM's own cache, in whole blocks.
+            engine_has_all: those are all that vLLM can use: nothing can be loaded but a tail.
+            engine_has_tail: vLLM's own cache has the longest tail, too.
         """
         tail_tokens = self._engine.tail_tokens
         fits_tail = bool(tail_tokens) and own_tokens + tail_tokens < state.request.num_prompt_tokens
@@ -180,8 +190,8 @@ class PromptWaits:
         return may_scan
 
     def _prepare(self, state: RequestState, own_tokens: int, *, may_have_tail: bool) -> bool:
-        """Do as ``prepare_scan``, in this order: take the answer that has come; if it is outdated, ask again; wait a
-        moment for the next answer; if that should come later, park the request, else show the scan the last one."""
+        """Do as ``prepare_scan``, in this order: take the answer that has come; if it is outdated, look up again; wait
+        a moment for the next answer; if it may come later, park the request, else show the scan the last one."""
         wait, scan, namespace = state.wait, state.scan, self._namespace
         if (scan.engine_has_all and not may_have_tail) or not scan.may_load or namespace.problem:
             if state.last is None and scan.may_load:
@@ -190,13 +200,14 @@ class PromptWaits:
         if not (namespace.registered and namespace.client.ready):
             return not self._wait_for_workers(state)
         if self._lookups.take_answer(state) or state.answer is None:
-            # Before the next lookup: where steps are long, one would be on its way whenever vLLM comes here.
+            # No wait for a tier ends while a lookup is in flight, and where steps are long there would always be one:
+            # so judge before the next is sent.
             wait.awaits_tier = self._judge_tier_wait(state)
         if self._needs_lookup(state, own_tokens) and not self._look_up_in_turn(state, own_tokens):
             return False
         late_at = 0.0
         if (lookup := state.in_flight) is not None:
-            if not lookup.future.done:  # else it is taken
+            if not lookup.future.done:
                 late_at = self._wait_for_answer(state, lookup, own_tokens)
             self._lookups.take_answer(state)
         wait.awaits_tier = self._judge_tier_wait(state)
@@ -213,15 +224,18 @@ class PromptWaits:
         return True
 
     def found_before(self, state: RequestState, own_tokens: int) -> FoundTokens | None:
-        """Return the result of a request's last scan, if another one would find the same; else None."""
+        """Return the result of a request's last scan, if another one would find the same; else None.
+
+        Before ``prepare_scan``, that is by what is known: an answer that has come since is not taken yet.
+        """
         found = state.wait.found
         if found is None or state.answer is None or found.basis != self._basis(state, own_tokens):
             return None
         return found
 
     def most_loadable(self, state: RequestState, own_tokens: int) -> int | None:
-        """Return the most tokens that a request's scan could find by the answer that has come. None without one, or if
-        blocks may be there since: then a scan asks again."""
+        """Return the most tokens that a request's scan could find by the answer that has come. None if nobody can say
+        before ``prepare_scan``: no answer has come, or blocks come up from tiers, which the next answer will show."""
         lookup = state.in_flight
         answer = lookup if lookup is not None and lookup.future.done else state.answer
         if answer is None or answer.future.failed:
@@ -240,17 +254,18 @@ class PromptWaits:
         """Record the result of a scan: ``tokens`` that can be loaded; None if the request waits for promotions, or for
         another request's load of the same blocks. Then it is not scanned again before that ends."""
         request_id, wait = state.request.request_id, state.wait
-        if self._queue.is_parked(request_id, own_tokens):
+        if self._parked.is_parked(request_id, own_tokens):
             return  # for the answer about its tails
         if tokens is not None:
             wait.found = FoundTokens(tokens, self._basis(state, own_tokens))
         elif wait.awaits_tier and state.answer is not None:
             self._park(state, own_tokens, min(wait.tier.ask_at, wait.tier.judge_at))
-        elif not state.request.num_preemptions:  # else its own stores may not have ended
+        elif not state.request.num_preemptions:  # a preempted one waits for its own stores, whose end does not wake it
             until = self._engine_clock.read() + LOAD_PAUSE_S
-            self._queue.park(request_id, Parked(own_tokens, until, for_load=True))
+            self._parked.park(request_id, Parked(own_tokens, until, for_load=True))
 
     def _basis(self, state: RequestState, own_tokens: int) -> ScanBasis:
+        # The last prepare_scan() showed no answer if nothing may be loaded.
         answer = state.answer if state.scan.answer is not None else None
         return ScanBasis(answer, own_tokens, state.wait.awaits_tier, self._lookups.load_changes)
 
@@ -267,11 +282,7 @@ class PromptWaits:
         return self._answer_wait.allowed_s(self._times.seconds(state.request.request_id, tokens))
 
     def _wait_for_workers(self, state: RequestState) -> bool:
-        """Have a request wait a moment for the workers to report their memory or registration. Return whether it does.
-
-        An engine that computes gets the reports in its steps anyway; an idle one may have an old report. Without a
-        daemon none would help.
-        """
+        """Return whether a request waits for the workers to report their memory, or its registration."""
         namespace, client = self._namespace, self._namespace.client
         if client.unreachable:
             return False
@@ -281,14 +292,16 @@ class PromptWaits:
             return True
         if not client.ready:
             return False
+        # The workers have registered, or will not. The last report of an idle engine may be old: have it run steps for
+        # a new one. An engine that computes runs them anyway.
         since = self._begin_wait(state)
         return self._engine_clock.is_idle and self._engine_clock.read() - since < MIN_COMPUTED_S
 
     def _needs_lookup(self, state: RequestState, own_tokens: int) -> bool:
-        """Return whether a request is to be looked up again: its answer may not be the best, and it may wait for one.
+        """Return whether a request is to be looked up: it lacks an answer, or has an outdated one and still has time.
 
-        While others store what it lacks, each answer may be outdated when it comes; once the time for one is over, the
-        last one counts.
+        Each answer may be outdated when it comes, while others store what it lacks. So all that follow one another
+        share the time for a single one. After that the last one counts.
         """
         if state.in_flight is not None or not self._lookups.is_outdated(state):
             return False
@@ -298,13 +311,16 @@ class PromptWaits:
         return self._engine_clock.read() < since + self._allowed_s(state, state.request.num_tokens - own_tokens)
 
     def _look_up_in_turn(self, state: RequestState, own_tokens: int) -> bool:
-        """Look a request up. False if it is parked instead, because many others were in this step. Once that takes too
-        long it is looked up all the same, or continues with what it has (``gave_up_lookup``) if too many are."""
+        """Look a request up, or park it if many others were looked up in this step. Return whether it continues.
+
+        One that was parked for as long as it may wait for an answer is looked up all the same. If the queue is full it
+        continues without (``gave_up_lookup``).
+        """
         request_id, keys = state.request.request_id, self._lookups.keys_of(state)
         if not self._queue.take_lookup(request_id, keys):
             until = self._begin_wait(state) + self._allowed_s(state, state.request.num_tokens)
             if self._engine_clock.read() < until and not state.wait.gave_up_lookup:
-                self._queue.park(request_id, Parked(own_tokens, until, lookup_keys=max(1, keys)))
+                self._parked.park(request_id, Parked(own_tokens, until, lookup_keys=max(1, keys)))
                 return False
             if self._queue.is_full:
                 state.wait.gave_up_lookup = True
@@ -317,6 +333,7 @@ class PromptWaits:
         answer_wait, wait = self._answer_wait, state.wait
         asks_tails = lookup.asks_tails_beyond(state.answer)
         must_come = (self._lookups.lacks_answer(state) or asks_tails) and not lookup.given_up
+        # An idle engine waits too for an answer that only shows which blocks have come up.
         shows_promoted = wait.awaits_tier and self._engine_clock.is_idle and answer_wait.left_s > 0
         if shows_promoted or (must_come and answer_wait.may_wait(self._engine_clock.read())):
             self._wait(lookup.future, must_come=must_come)
@@ -324,13 +341,13 @@ class PromptWaits:
             self._namespace.client.poll()
         tokens = state.request.num_tokens - own_tokens
         if asks_tails and state.answer is not None:
-            tokens = min(tokens, self._lookups.groups[0].tokens_per_chunk)
+            tokens = min(tokens, self._lookups.groups[0].tokens_per_chunk)  # a tail saves no more
         allowed_s = self._allowed_s(state, tokens)
         late_at = self._late_at(wait, lookup, allowed_s)
         now = self._engine_clock.read()
         if now >= late_at and not lookup.future.done and not lookup.given_up:
             lookup.given_up = wait.tier.has_ended = True
-            if allowed_s:
+            if allowed_s:  # else it was not waited for, as the last ones were late: that says nothing new
                 answer_wait.record_reply(now - lookup.sent_at_engine)
             self._counters[metrics.LATE_LOOKUPS] += 1
             self.late_times_sum += self._lookups.clock()

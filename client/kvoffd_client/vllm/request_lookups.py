@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from kvoffd_client.vllm import metrics
 from kvoffd_client.vllm.adapters import AdapterContents
-from kvoffd_client.vllm.connector_metadata import ChunkGroups, wire_keys
+from kvoffd_client.vllm.chunk_groups import ChunkGroups, wire_keys
 from kvoffd_client.vllm.engine_facts import EngineFacts
 from kvoffd_client.vllm.engine_namespace import EngineNamespace
 from kvoffd_client.vllm.hint_sender import HintSender
@@ -22,8 +22,12 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 REFRESH_S, REFRESH_KEYS = 1.0, 1000
-"""An answer with misses is refreshed at this age, for each REFRESH_KEYS chunks; a complete one this long before
-``stale_at``. After a failed lookup none is sent for this long."""
+"""An answer with misses is refreshed once it is this old; one about more than REFRESH_KEYS chunks at an age that is
+larger in proportion."""
+RENEW_BEFORE_S = 1.0
+"""An answer without misses is renewed this long before ``stale_at``."""
+FAILED_PAUSE_S = 1.0
+"""Time for which no lookup of a request is sent after one that failed."""
 CHECKED_AHEAD = 16
 """Prompts at the head of the queue whose answers are checked, and renewed if they are old, when a step is made."""
 
@@ -125,7 +129,7 @@ class RequestLookups:
         """Look up all complete chunks of a request, and its ``tails``, if lookups are possible.
 
         A daemon counts a prompt once, and no tails: there are many, of which one is a hit at most. So the lookup that
-        it is to count has none, unless the request is shorter than a chunk.
+        it is to count asks for none. A request shorter than a chunk has only tails, and is not counted.
         """
         request, namespace = state.request, self.namespace
         if not self._adapters.identify(state) or not namespace.serves:
@@ -134,8 +138,8 @@ class RequestLookups:
         if not self.may_load(state):
             return
         client, wait, adapter = namespace.client, state.wait, state.adapter.content
-        asked_by = client, client.session_id
-        is_counted = wait.counted is not None and wait.counted_by == asked_by
+        session = client, client.session_id
+        is_counted = wait.counted is not None and wait.counted_by == session
         hashes = [group.hashes(request.block_hashes) for group in self.groups]
         tails: Mapping[int, Sequence[bytes]] = state.tails if is_counted or not any(hashes) else {}
         chunks = {index: found for index, found in enumerate(hashes) if found or index in tails}
@@ -146,7 +150,7 @@ class RequestLookups:
         stored_before, again = client.stored.count, is_counted or bool(tails)
         future = client.lookup(message, again, reported=True, peer=state.hints.peer, giver=state.hints.giver)
         if not again and future.lease_id:
-            wait.counted, wait.counted_by = future, asked_by
+            wait.counted, wait.counted_by = future, session
         state.in_flight = state.last = KeyedLookup(
             future,
             self.groups,
@@ -206,7 +210,7 @@ class RequestLookups:
         state.answer = answered
         state.wait.promoted.record(answered)
         now, age_s = self._engine_clock.read(), self.clock() - answered.future.answered_at
-        state.wait.tier.answered(now - age_s, now, answered.future.wait_s)
+        state.wait.tier.set_next_lookup(now - age_s, now, answered.future.wait_s)  # times of the engine's clock
         return True
 
     def read(self, lookup: KeyedLookup) -> None:
@@ -217,14 +221,15 @@ class RequestLookups:
 
     def has_failed(self, state: RequestState) -> bool:
         """Return whether a request's last lookup failed a moment ago, so that no further one is sent yet."""
-        return self.clock() - state.failed_at < REFRESH_S
+        return self.clock() - state.failed_at < FAILED_PAUSE_S
 
     def lacks_answer(self, state: RequestState) -> bool:
         """Return whether a request has no answer, or one that is known to be old: it should wait for the next one."""
-        return state.answer is None or state.answer.grows_old(self.namespace.client.stored)
+        return state.answer is None or state.answer.is_old(self.namespace.client.stored)
 
     def is_outdated(self, state: RequestState) -> bool:
-        """Return whether a request without a lookup in flight should send one: it lacks an answer, or may soon."""
+        """Return whether a request without a lookup in flight should be looked up: it lacks an answer, has one whose
+        lease will end soon, or may get a better one."""
         answer, now = state.answer, self.clock()
         if self.has_failed(state):
             return False
@@ -234,7 +239,7 @@ class RequestLookups:
         if self.keys_of(state) > answer.asked_chunks:
             return True  # it has generated further chunks
         if answer.all_ready and future.leased:
-            return now > future.stale_at - REFRESH_S
+            return now > future.stale_at - RENEW_BEFORE_S
         if answer.is_coming and not state.wait.tier.has_ended:
             return self._engine_clock.read() >= state.wait.tier.ask_at
         return now - future.answered_at > REFRESH_S * max(1.0, answer.asked_chunks / REFRESH_KEYS)
@@ -253,7 +258,7 @@ class RequestLookups:
 
     def end_load(self, request_id: str) -> None:
         """End the lease of a request's load, and wake the prompts that wait for a load's end."""
-        self.queue.load_ended()
+        self.queue.parked.load_ended()
         self.load_changes += 1
         self.end_lease(self.loading.pop(request_id, None))
 
@@ -276,4 +281,4 @@ class RequestLookups:
         for lookup in self.loading.values():
             self.end_lease(lookup)
         self.loading.clear()
-        self.queue.wake_all()
+        self.queue.parked.wake_all()

@@ -8,11 +8,11 @@ from math import inf
 from vllm.v1.kv_offload.base import OffloadKey, PrepareStoreOutput, ReqContext
 
 from kvoffd_client.vllm import metrics
-from kvoffd_client.vllm.block_tokens import HostBlockEvents
-from kvoffd_client.vllm.connector_metadata import GROUP_ID_BYTES, ChunkGroups, KeyedSpec, wire_keys
+from kvoffd_client.vllm.chunk_groups import GROUP_ID_BYTES, ChunkGroups, KeyedSpec, wire_keys
 from kvoffd_client.vllm.do_no_harm import DoNoHarm
 from kvoffd_client.vllm.engine_facts import EngineFacts
 from kvoffd_client.vllm.engine_namespace import EngineNamespace
+from kvoffd_client.vllm.host_block_events import HostBlockEvents
 from kvoffd_client.vllm.keyed_lookup import KeyedLookup
 from kvoffd_client.vllm.request_state import RequestState
 from kvoffd_proto.messages import GroupKeys
@@ -159,14 +159,14 @@ class RequestStores:
         """Record that these keys of a store are missing, before vLLM handles its end."""
         self._counters[metrics.FAILED_STORES] += 1
         if (namespace := self._namespace.current) is not None:
-            # With an adapter the keys on the wire are none of vLLM's, and a job from before a reset stores none here.
+            # Not those of a request with an adapter, which on the wire are not vLLM's, nor of a job before a reset.
             storing = {key[:-GROUP_ID_BYTES] for key in self._storing}
             self._failed |= storing.intersection(_hashes_of(groups, namespace.key_bytes))
 
     def ended(self, keys: Collection[OffloadKey], *, success: bool) -> None:
         """Record that vLLM handles the end of a store."""
         self.outstanding_bytes -= sum([self._storing.pop(key, 0) for key in keys])
-        # The daemon's event may come later. With an adapter its keys are others, and only the event counts.
+        # Before the daemon's event of it, which may come later. With an adapter only that has the keys on the wire.
         hashes = {key[:-GROUP_ID_BYTES] for key in keys}
         self._namespace.client.add_stored(hashes - self._failed if success else ())
         self._failed -= hashes

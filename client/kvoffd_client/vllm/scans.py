@@ -8,7 +8,7 @@ from typing import Any
 
 from vllm.v1.kv_offload.base import LookupResult, OffloadKey, ReqContext
 
-from kvoffd_client.vllm.connector_metadata import ChunkGroups, Place
+from kvoffd_client.vllm.chunk_groups import ChunkGroups, Place
 from kvoffd_client.vllm.keyed_lookup import COMES, HIT, MISS, RESULTS, KeyedLookup, result_of
 
 
@@ -72,21 +72,21 @@ def leading_hits(results: bytes) -> int | None:
 
 
 def last_window(results: bytes, size: int, last_size: int) -> int:
-    """Return the end of the last window of ``size`` HITs, or of ``last_size`` if it ends at the last chunk.
+    """Return the end of the last window: ``size`` HITs, or ``last_size`` at the end of ``results``.
 
     If there is none, the number of leading HITs. ``results`` has no COMES.
     """
     if results.endswith(HIT * last_size):
         return len(results)
-    # HITs at the end that are too few for the last window are not of an earlier one.
+    # An earlier window: the HITs at the end are fewer than ``last_size``.
     found = results.rfind(HIT * size, 0, results.rfind(MISS) + 1)
     return found + size if found >= 0 else len(results) - len(results.lstrip(HIT))
 
 
-def search_bytes(scheduler: Any, groups: ChunkGroups, scan_of: Callable[[str], PreparedScan]) -> None:
-    """Have vLLM's offloading scheduler search the bytes of a request's ``scan_of``; it has two searches.
+def replace_searches(scheduler: Any, groups: ChunkGroups, scan_of: Callable[[str], PreparedScan]) -> None:
+    """Replace the two searches of vLLM's offloading scheduler: search the bytes of ``scan_of`` a request.
 
-    Windows of which some chunks come, which are few, are left to vLLM's own search.
+    Windows with chunks that are being promoted are few, and left to vLLM's own search.
     """
     search_windows = scheduler._sliding_window_lookup
     indices = {group.group_id: index for index, group in enumerate(groups)}

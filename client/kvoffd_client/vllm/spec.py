@@ -24,8 +24,8 @@ from kvoffd_client.memory import Registration
 from kvoffd_client.namespace import LABEL_IN_NAME, NamespaceSpec
 from kvoffd_client.ordered_sender import OrderedSender
 from kvoffd_client.scheduler_client import SchedulerClient
+from kvoffd_client.vllm.chunk_groups import ChunkGroup
 from kvoffd_client.vllm.config import parse_options
-from kvoffd_client.vllm.connector_metadata import ChunkGroup
 from kvoffd_client.vllm.engine_namespace import EngineNamespace
 from kvoffd_client.vllm.kv_memory import NotShareable, RecordedEvent, SharedKvMemory, registration_of
 from kvoffd_client.vllm.log import logger
@@ -156,7 +156,7 @@ def _without_resources(error: Exception) -> str:
     )
 
 
-def name_spec(transfer_config: KVTransferConfig) -> None:
+def register_spec(transfer_config: KVTransferConfig) -> None:
     """Register our spec with vLLM, so that users need not configure it."""
     name = KvoffdSpec.__name__
     try:

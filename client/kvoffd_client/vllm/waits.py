@@ -49,7 +49,10 @@ class EngineClock:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._read_at = LONG_AGO
-        self._behind_s, self._left_s = 0.0, MAX_STOOD_STILL_S
+        self._behind_s = 0.0
+        """Time that was left out so far."""
+        self._left_s = MAX_STOOD_STILL_S
+        """Time that may still be left out, until nobody waits any more."""
         self.is_idle = True
 
     def read(self) -> float:
@@ -171,9 +174,12 @@ class TierWait:
             self.judge_at = min(self.until, self.doubted_since + doubt_s)
         self.has_ended = now >= self.judge_at
 
-    def answered(self, at: float, now: float, expected_s: float) -> None:
-        """Set the time of the next lookup: half of the time later that the answer, of time ``at``, expects; without an
-        estimate (0), a quarter of the time waited so far."""
+    def set_next_lookup(self, at: float, now: float, expected_s: float) -> None:
+        """Set the time of the next lookup after an answer that came at ``at``.
+
+        It follows after half of the time that the answer expects; without an estimate (``expected_s`` is 0), after a
+        quarter of the time waited so far.
+        """
         waited_s = now - self.began if self.began is not None else 0.0
         pause_s = expected_s / 2 if expected_s else waited_s / 4
         longest_s = max(MAX_RETRY_PAUSE_S, RETRY_SHARE * waited_s)

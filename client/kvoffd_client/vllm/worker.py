@@ -11,12 +11,8 @@ from vllm.v1.kv_offload.base import GPULoadStoreSpec, OffloadingWorker, Transfer
 
 from kvoffd_client.namespace import NamespaceSpec
 from kvoffd_client.ordered_sender import OrderedSender, StreamMark
-from kvoffd_client.vllm.connector_metadata import (
-    NO_LEASE,
-    FailedJob,
-    KeyedSpec,
-    WorkerNews,
-)
+from kvoffd_client.vllm.chunk_groups import NO_LEASE, KeyedSpec
+from kvoffd_client.vllm.connector_metadata import FailedJob, WorkerNews
 from kvoffd_client.vllm.kv_memory import NotShareable
 from kvoffd_client.vllm.log import logger
 from kvoffd_client.worker_client import Job, WorkerClient
@@ -112,7 +108,7 @@ class KvoffdWorker(OffloadingWorker):
         return self._client.epoch if self._client is not None and self._client.ready else None
 
     def compare_daemon(self, daemon: int) -> None:
-        """Log why the memory is not registered with this daemon, the scheduler's, unless it is or was said before."""
+        """Log why the memory is not registered with the scheduler's ``daemon``, unless it is, or that was logged."""
         if self._client is None or self.problem:
             return
         why = self._client.problem
@@ -201,7 +197,7 @@ class KvoffdWorker(OffloadingWorker):
 
     def get_finished(self) -> list[TransferResult]:
         self.flush()
-        finished = [self._ended(*self._unsent_failures.popleft()) for _ in range(len(self._unsent_failures))]
+        finished = [self._record_failure(*self._unsent_failures.popleft()) for _ in range(len(self._unsent_failures))]
         results = [result for client in self._clients() for result in client.take_results()]
         for client in [client for client in self._former if not client.unfinished]:
             self._former.remove(client)
@@ -209,7 +205,7 @@ class KvoffdWorker(OffloadingWorker):
             results += client.take_results()
         for result in results:
             if not result.ok:
-                finished.append(self._ended(result.job_id, result.error, result.failed))
+                finished.append(self._record_failure(result.job_id, result.error, result.failed))
                 continue
             spec = self._specs.pop(result.job_id, None)
             if spec is not None and spec.load_tokens and result.seconds is not None:
@@ -230,7 +226,7 @@ class KvoffdWorker(OffloadingWorker):
         failed, self._failed_requests = self._failed_requests, set()
         return failed
 
-    def _ended(self, job_id: int, error: ErrorCode | None, keys: Sequence[GroupKeys] = ()) -> TransferResult:
+    def _record_failure(self, job_id: int, error: ErrorCode | None, keys: Sequence[GroupKeys] = ()) -> TransferResult:
         """Record why a job failed, and return a success for vLLM."""
         spec = self._specs.pop(job_id, None)
         if spec is not None:

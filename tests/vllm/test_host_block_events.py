@@ -15,9 +15,9 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.kv_offload.base import make_offload_key
 from vllm.v1.request import Request
 
-from kvoffd_client.vllm import block_tokens
-from kvoffd_client.vllm.block_tokens import HostBlockEvents
-from kvoffd_client.vllm.connector_metadata import ChunkGroup
+from kvoffd_client.vllm import host_block_events
+from kvoffd_client.vllm.chunk_groups import ChunkGroup
+from kvoffd_client.vllm.host_block_events import HostBlockEvents
 from kvoffd_proto import events
 
 BLOCK_TOKENS, KEY_BYTES = 32, 32
@@ -200,7 +200,7 @@ def test_after_the_engines_own_clear_blocks_are_published_anew(rig: Rig) -> None
 
 
 def test_a_step_publishes_a_part_of_very_much(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(block_tokens, "MAX_BLOCKS_PER_STEP", 2)
+    monkeypatch.setattr(host_block_events, "MAX_BLOCKS_PER_STEP", 2)
     for chunk in range(5):
         rig.stored(chunk)
     for known in (2, 4, 5):
@@ -209,7 +209,7 @@ def test_a_step_publishes_a_part_of_very_much(rig: Rig, monkeypatch: pytest.Monk
 
 
 def test_a_clear_of_very_much_is_published_in_parts(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(block_tokens, "MAX_BLOCKS_PER_STEP", 2)
+    monkeypatch.setattr(host_block_events, "MAX_BLOCKS_PER_STEP", 2)
     chunks = set(range(5))
     for chunk in chunks:
         rig.stored(chunk)
@@ -227,7 +227,7 @@ def test_a_clear_of_very_much_is_published_in_parts(rig: Rig, monkeypatch: pytes
 
 
 def test_a_block_that_is_back_before_its_clear_was_published_stays(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(block_tokens, "MAX_BLOCKS_PER_STEP", 2)
+    monkeypatch.setattr(host_block_events, "MAX_BLOCKS_PER_STEP", 2)
     for chunk in range(5):
         rig.stored(chunk)
     for _ in range(3):
@@ -278,5 +278,5 @@ def test_blocks_of_several_are_published_in_the_engine_s_block_size(
         assert (event.block_size, len(event.token_ids)) == (BLOCK_TOKENS, len(places) * BLOCK_TOKENS)
         assert event.parent_block_hash == (hashes[places[0] - 1] if places[0] else None)
     assert gone.block_hashes == hashes[2:4]
-    monkeypatch.setattr(block_tokens, "MAX_BLOCKS_PER_STEP", 2)
+    monkeypatch.setattr(host_block_events, "MAX_BLOCKS_PER_STEP", 2)
     assert [[one.block_hashes for one in made.take(namespace)] for _ in range(3)] == [[], [hashes[:2]], [hashes[4:6]]]

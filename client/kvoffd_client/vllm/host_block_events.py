@@ -1,4 +1,4 @@
-"""Token ids of blocks: stores send them, KV events carry them to all engines, and routers match prompts by them."""
+"""The daemon's blocks as vLLM's KV events, for routers. These match prompts by token ids, which stores send along."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVCacheEvent
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import BlockHash, hash_block_tokens, maybe_convert_block_hash
 
-from kvoffd_client.vllm.connector_metadata import GROUP_ID_BYTES, ChunkGroup
+from kvoffd_client.vllm.chunk_groups import GROUP_ID_BYTES, ChunkGroup
 from kvoffd_client.vllm.engine_namespace import EngineNamespace
 from kvoffd_proto.events import MEDIUM_CPU, MEDIUM_STORAGE, AllBlocksCleared, KvEvent
 from kvoffd_proto.events import BlockStored as DaemonStored
@@ -108,11 +108,12 @@ class HostBlockEvents:
         blocks = 0
         while blocks < MAX_BLOCKS_PER_STEP:
             if any(self._withdrawn.values()):
-                blocks += self._withdraw(max(1, (MAX_BLOCKS_PER_STEP - blocks) // self._blocks_per_chunk))
+                keys = self._withdraw(max(1, (MAX_BLOCKS_PER_STEP - blocks) // self._blocks_per_chunk))
             elif self._waiting:
-                blocks += self._apply(self._waiting.popleft()) * self._blocks_per_chunk
+                keys = self._apply(self._waiting.popleft())
             else:
                 break
+            blocks += keys * self._blocks_per_chunk
         made, self._made = self._made, []
         return made
 
@@ -155,17 +156,17 @@ class HostBlockEvents:
                 self._withdrawn[medium].clear()
 
     def _withdraw(self, most: int) -> int:
-        """Publish the removal of at most ``most`` cleared keys; return the number of blocks."""
+        """Publish the removal of at most ``most`` cleared keys; return their number."""
         medium, withdrawn = next((medium, keys) for medium, keys in self._withdrawn.items() if keys)
         batch = list(islice(withdrawn.items(), most))
         for index in self.groups:
             self._publish_removed(medium, index, {key: inner for key, (group, inner) in batch if group == index})
         for key, _ in batch:
             del withdrawn[key]
-        return len(batch) * self._blocks_per_chunk
+        return len(batch)
 
     def _apply(self, event: KvEvent) -> int:
-        """Publish an event of the daemon; return the number of its keys."""
+        """Publish an event of the daemon; return the number of its keys, 1 for one without."""
         if isinstance(event, AllBlocksCleared):
             for medium, published in self._published.items():
                 for index, group in self.groups.items():
