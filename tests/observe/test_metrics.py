@@ -49,7 +49,7 @@ def test_counters_of_errors_begin_at_zero() -> None:
     codes = {code.name.lower() for code in ErrorCode}
     assert samples["kvoffd_errors_total"] == dict.fromkeys(codes, 0) | {"malformed": 2}
     assert samples["kvoffd_disk_errors_total"] == dict.fromkeys(map(str, DiskFault), 0) | {"torn": 3}
-    failures = {NO_SPACE, QUOTA, OVERDUE, SLOWER, *map(str, Result)} - {"done", "present", "cancelled", "unwanted"}
+    failures = {NO_SPACE, QUOTA, OVERDUE, SLOWER, *map(str, Result)} - {"done", "existed", "cancelled", "unwanted"}
     assert samples["kvoffd_tiers_promotions_failed_total"] == dict.fromkeys(failures, 0)
 
 

@@ -28,8 +28,8 @@ MANNERS = {"partial_store", "partial_load", "early_reuse", "beyond_credit", "inv
 
 
 OPERATIONS: dict[str, tuple[type, str, Callable[[], object] | None]] = {
-    "alloc": (WatchedPool, "take", None),
-    "alloc finds no room": (WatchedPool, "take", lambda: np.empty(0, np.uint32)),
+    "alloc": (WatchedPool, "make", None),
+    "alloc finds no room": (WatchedPool, "make", lambda: np.empty(0, np.uint32)),
     "submit": (SimQueue, "submit", None),
     "mmap": (SimDaemon, "map_memfd", None),
     "receive": (Line, "_arrive", bool),
