@@ -82,7 +82,7 @@ class Leases:
     @property
     def count(self) -> int:
         """Number of active leases."""
-        return sum(self.of(session).leases for session in self.by_session)
+        return sum(len(held.leases) for of_session in self.by_session.values() for held in of_session.values())
 
     def get(self, lease_id: int) -> Lease | None:
         """Return the active lease of this id, if there is one."""
@@ -209,17 +209,13 @@ class Leases:
     def end_session(self, session: int) -> int:
         """End all leases of a closed session. Returns how many."""
         self._claims.pop(session, None)
-        of_session = self.by_session.pop(session, {})
-        for namespace in of_session:
-            del namespace.leases[session]
-        return self._unpin(itertools.chain.from_iterable([held.end() for held in of_session.values()]))
+        held = [self._remove(session, namespace) for namespace in [*self.by_session.get(session, ())]]
+        return self._unpin(itertools.chain.from_iterable([each.end() for each in held]))
 
     def end_namespace(self, namespace: Namespace) -> None:
         """End all leases on its blocks."""
-        of_namespace, namespace.leases = namespace.leases, {}
-        for session in of_namespace:
-            self._forget(session, namespace)
-        self._unpin(itertools.chain.from_iterable([held.end() for held in of_namespace.values()]))
+        held = [self._remove(session, namespace) for session in [*namespace.leases]]
+        self._unpin(itertools.chain.from_iterable([each.end() for each in held]))
 
     def end_overdue(self) -> int:
         """End leases whose time is over, at most ``ended_at_once``. Returns how many."""
@@ -235,15 +231,16 @@ class Leases:
             held.keys -= len(lease.blocks)
             held.nbytes -= lease.nbytes
             if not held.leases:
-                del lease.namespace.leases[lease.session]
-                self._forget(lease.session, lease.namespace)
+                self._remove(lease.session, lease.namespace)
         return self._unpin(leases)
 
-    def _forget(self, session: int, namespace: Namespace) -> None:
+    def _remove(self, session: int, namespace: Namespace) -> SessionLeases:
+        """Take a session's leases in a namespace from both. Returns them."""
         of_session = self.by_session[session]
         del of_session[namespace]
         if not of_session:
             del self.by_session[session]
+        return namespace.leases.pop(session)
 
     def _unpin(self, ended: Iterable[Lease]) -> int:
         before = len(self._to_unpin)

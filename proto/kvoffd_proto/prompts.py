@@ -96,7 +96,7 @@ def _meaning(report: PromptReport) -> str:
 
 
 def _tokens_by_source(tokens: Mapping[str, int]) -> Iterator[str]:
-    """Yield phrases such as ``64 tokens from redis://cache:6379``."""
+    """Yield phrases such as ``64 from redis://cache:6379``."""
     for source, count in tokens.items():
         where = {"engine": "its own cache", "other": "another connector", "pool": "the pool", "disk": "a disk"}
         place = "computed" if source == "computed" else f"from {where.get(source, printable(source))}"

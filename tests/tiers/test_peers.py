@@ -55,6 +55,7 @@ from kvoffd.tiers.peers import (
 from kvoffd.tiers.store import GetRequest, Received, StoreError
 from tests.kit.amount import TIMES
 from tests.kit.network import Network
+from tests.kit.open_files import open_files
 from tests.kit.ports import free_port
 from tests.kit.require import require_nixl
 from tests.kit.waiting import LONGER_THAN_A_TEST_S, wait_until
@@ -531,7 +532,7 @@ def test_kills_of_either_helper_at_any_time_cost_no_byte_and_leave_nothing(
     monkeypatch.setattr(peers, "MAX_PAUSE_S", 0.01)
     rng, lender = random.Random(SEED), Lender()
     reader = Reader(lender.port).reachable()
-    descriptors, counts, slowest_s = len(os.listdir("/proc/self/fd")), Counter[str](), 0.0
+    descriptors, counts, slowest_s = len(open_files()), Counter[str](), 0.0
 
     wrong: list[BaseException] = []
 
@@ -560,7 +561,7 @@ def test_kills_of_either_helper_at_any_time_cost_no_byte_and_leave_nothing(
     print(f"{KILLS} kills, seed {SEED}: {dict(counts)}; at most {slowest_s:.1f} s until blocks came again", flush=True)
     assert reader.helper.life >= counts["reader"]
     wait_until(lambda: not reader.helper._calls)  # the lease of a reader that was killed ends at its deadline
-    wait_until(lambda: len(os.listdir("/proc/self/fd")) <= descriptors)
+    wait_until(lambda: len(open_files()) <= descriptors)
     reader.close()
     lender.close()
 
