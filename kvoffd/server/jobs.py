@@ -234,8 +234,12 @@ class StoreBatch(Job):
         places: list[tuple[int, int]] = []
         parts = [
             StorePart(
-                *(one.group, one.packed_keys, one.first_blocks, one.starts, one.before),
-                [span.job for span in one.spans],
+                group=one.group,
+                keys=one.packed_keys,
+                first_blocks=one.first_blocks,
+                starts=one.starts,
+                before=one.before,
+                prompts=[span.job for span in one.spans],
             )
             for one in self.parts
         ]

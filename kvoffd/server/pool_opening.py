@@ -52,8 +52,9 @@ class StartProgress:
         self._done_bytes = 0
 
     def __call__(self, done_bytes: int) -> None:
+        """Report how many bytes are done. They begin at 0 again when a file that was allocated is touched."""
         now = time.monotonic()
-        if done_bytes < self._done_bytes:  # a file was allocated, and is touched next
+        if done_bytes < self._done_bytes:
             self._began_at = now
         self._done_bytes = done_bytes
         left_s = round((now - self._began_at) * max(0, self._pool_bytes - done_bytes) / max(1, done_bytes))
