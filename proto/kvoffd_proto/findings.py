@@ -100,7 +100,7 @@ KINDS = {
     "halves_apart": Kind(
         "warning",
         "Unless it sleeps, the others look for a daemon elsewhere, and it stores and loads nothing. Its log says more.",
-        "mount this daemon's directory for all processes of the engine",
+        "one directory of the daemon for all processes of the engine: mount it for each",
     ),
     "workers_missing": Kind("warning", "Blocks become ready only with all ranks.", "kvoffd-cli clients --all"),
     "partial_blocks": Kind("warning", "A worker does not store, or workers are on several machines.", _LOG),

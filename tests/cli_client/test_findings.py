@@ -211,6 +211,16 @@ def test_each_finding_is_brought_about_and_alone() -> None:
         assert report_of(given).status == {"error": 2, "warning": 1, "info": 0}[one.level]
 
 
+def test_a_fix_can_be_copied_only_where_it_is_a_command() -> None:
+    """Others are settings, or advice in words."""
+    commands = {check for check, given in CASES.items() if command_of(find(given)[0])}
+    assert commands == {
+        "no_engine", "workers_missing", "swapped", "huge_pages", "numa", "disk_space", "tier_down", "not_shared",
+        "left_behind", "thrash", "starving", "crowding", "prompts_differ", "engine_unreachable", "engine_without",
+        "hits_disagree",
+    }  # fmt: skip
+
+
 def test_of_two_findings_about_one_disk_it_is_said_which_comes_first() -> None:
     small = with_disk(**SMALL_DISK)
     writes, space = find(small)
