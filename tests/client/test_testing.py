@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import kvoffd_client
-from kvoffd_client import DaemonUnavailable, ErrorCode, GroupTransfer, JobResult, RequestRefused
+from kvoffd_client import DaemonUnavailable, ErrorCode, GroupTransfer, JobResult, LookupFuture, RequestRefused
 from kvoffd_client.health_request import ask_health
 from kvoffd_client.testing import FakeEngine, running_daemon
 from kvoffd_proto import messages as m
@@ -70,20 +70,29 @@ def test_a_refusal_is_raised_without_waiting(fake: FakeDaemon) -> None:
         FakeEngine(fake.directory, connect_timeout_s=LONGER_THAN_A_TEST_S)
 
 
-def test_a_lookup_that_fails_releases_the_one_before_too(fake: FakeDaemon) -> None:
+def test_the_lookup_before_one_that_is_interrupted_is_released_too(
+    fake: FakeDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Blocks that come up are asked for again, under another lease."""
 
     def answer(request: m.AnyRequest, _: object) -> m.AnyReply:
         assert isinstance(request, m.Lookup)
-        if request.again:
-            return m.Error(request.request_id, ErrorCode.TOO_MANY, "Too many.")
         return m.LookupReply(request.request_id, request.lease_id, [bytes([m.PENDING])], 0, 600_000)
 
+    def wait(found: LookupFuture, timeout_s: float) -> bool:
+        waited.append(found.lease_id)
+        if len(waited) > 1:
+            raise KeyboardInterrupt
+        return wait_for_answer(found, timeout_s)
+
+    waited, wait_for_answer = list[int](), LookupFuture.wait
     fake.answers[m.Lookup] = answer
+    monkeypatch.setattr(LookupFuture, "wait", wait)
     with FakeEngine(fake.directory, layers=1, blocks=2) as engine:
-        assert engine.lookup(keys(0)) == 0
-        (first, _) = (one.lease_id for one in fake.requests if isinstance(one, m.Lookup))
-        wait_until(lambda: [first] in [one.lease_ids for one in fake.requests if isinstance(one, m.Release)])
+        with pytest.raises(KeyboardInterrupt):
+            engine.lookup(keys(0))
+        engine.release()
+        wait_until(lambda: {*waited} <= {one.lease_ids[0] for one in fake.requests if isinstance(one, m.Release)})
 
 
 def test_a_store_that_takes_too_long_is_given_up(fake: FakeDaemon) -> None:

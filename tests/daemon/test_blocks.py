@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -25,7 +26,6 @@ from kvoffd_client import (
     LookupFuture,
     RequestTimeout,
 )
-from kvoffd_client import blocks as blocks_module
 from kvoffd_client.testing import FakeEngine
 from tests.kit.checked import flip
 from tests.kit.daemon import DaemonProcess
@@ -396,7 +396,7 @@ def test_a_call_that_fails_releases_what_it_leased(
 
         monkeypatch.setattr(blocks._scheduler, "lookup", lookup)
         if end == "interrupted":
-            monkeypatch.setattr(blocks_module.time, "sleep", interrupt)
+            monkeypatch.setattr(time, "sleep", interrupt)
         with pytest.raises(KeyboardInterrupt if end == "interrupted" else DaemonUnavailable):
             blocks.get(KEYS[0])
         assert lookups[0].leased
