@@ -8,7 +8,7 @@ import os
 import secrets
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
@@ -37,6 +37,8 @@ TIMEOUT_S = 60.0
 CONNECT_S = 10.0
 PENDING_PAUSE_S = 0.005
 CHECKSUM_BYTES = 8
+READS = 3
+"""Most reads of a block for one call: the block of the key may be replaced by another during one."""
 NEVER_STORED = ("unknown", "forgotten")
 """Reasons of a miss whose key may have been computed with other settings than the engine's."""
 NUMBERS = "biufcV"
@@ -381,7 +383,8 @@ class BlockClient(Closing):
                 self._scheduler.release(found.lease_id)
 
     def _read(self, key: bytes, group: int, rank: int) -> Bytes:
-        for _ in range(3):  # it may be replaced by another block of the key
+        """Load a shard; return its bytes, compared with its checksum. Raises as ``get``."""
+        for _ in range(READS):
             with self._leased([key], group) as leased:
                 found = self._find(key, group)
                 if not leased.leading_ready() or not self._is_whole(found):
@@ -389,18 +392,24 @@ class BlockClient(Closing):
                     why = f"{MISS_REASONS[reason]}.{self._hash_hint(group) if reason in NEVER_STORED else ''}"
                     raise KeyError(f"The block {key.hex()} of group {group} is not ready: {why}")
                 (result,) = self._copy(key, group, [rank], leased.lease_id)
-            if result.error is ErrorCode.NOT_READY:
-                continue
-            if result.error is not None:
-                raise RequestRefused(result.error, "")
-            data = self._shard_bytes[rank][group].copy()
-            if found.checksums[rank * CHECKSUM_BYTES :][:CHECKSUM_BYTES] == _checksum(data):
-                return data
-        raise RequestRefused(ErrorCode.CHECKSUM, f"The block {key.hex()} does not match its checksum; recompute it.")
+            if result.error is None:
+                data = self._shard_bytes[rank][group].copy()
+                if found.checksums[rank * CHECKSUM_BYTES :][:CHECKSUM_BYTES] == _checksum(data):
+                    return data
+                why = f"The block {key.hex()} does not match its checksum; recompute it."
+                failure = RequestRefused(ErrorCode.CHECKSUM, why)
+            else:
+                failure = RequestRefused(result.error, "")
+                if result.error is not ErrorCode.NOT_READY:
+                    break
+        raise failure
 
     def _hash_hint(self, group: int) -> str:
         """Return what to compare if a key was computed otherwise than the engine's."""
-        factors, tokens = json.loads(self.namespace.description), self.namespace.groups[group].tokens_per_block
+        tokens, factors = self.namespace.groups[group].tokens_per_block, None
+        with suppress(ValueError, RecursionError):  # the description of a client that is no vLLM
+            factors = json.loads(self.namespace.description)
+        factors = factors if isinstance(factors, dict) else {}
         shown = f"tokens per block ({tokens} here)" if tokens else "tokens per block"
         if (hashed := factors.get("tokens_per_hash", tokens)) != tokens:
             shown += f", tokens per hash ({hashed} here)"

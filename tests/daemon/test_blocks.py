@@ -18,12 +18,15 @@ from kvoffd_client import (
     AdminClient,
     BlockClient,
     DaemonUnavailable,
+    ErrorCode,
     GroupKeys,
     GroupTransfer,
     Job,
+    JobResult,
     KeyState,
     KvoffdClientError,
     LookupFuture,
+    RequestRefused,
     RequestTimeout,
 )
 from kvoffd_client.testing import FakeEngine
@@ -416,6 +419,21 @@ def test_a_put_of_which_one_rank_is_late_ends_that_of_the_others(
         with pytest.raises(RequestTimeout):
             blocks.put(NEW, kv)
         assert fenced == [0, 1]
+
+
+def test_a_block_that_is_replaced_during_each_read_is_not_ready(
+    blocks: BlockClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads = list[int]()
+
+    def replaced(key: bytes, group: int, ranks: Sequence[int], lease_id: int | None) -> list[JobResult]:
+        reads.append(1)
+        return [JobResult(1, False, 0, 0.0, ErrorCode.NOT_READY)]
+
+    monkeypatch.setattr(blocks, "_copy", replaced)
+    with pytest.raises(RequestRefused) as refused:
+        blocks.get(KEYS[0])
+    assert (refused.value.code, len(reads)) == (ErrorCode.NOT_READY, 3)
 
 
 def test_a_closed_client_has_no_memory_and_says_that_it_is_closed(
