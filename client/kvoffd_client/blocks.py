@@ -302,6 +302,7 @@ class BlockClient(Closing):
         return layers
 
     def _viewed(self, layer: torch.Tensor, dtype: torch.dtype | None, shape: Sequence[int] | None) -> torch.Tensor:
+        """Return a layer's bytes as this type and shape. Raises ValueError if they are not of them."""
         try:
             viewed = layer.flatten().view(dtype).reshape(layer.shape[0], -1) if dtype is not None else layer
             return viewed if shape is None else viewed.reshape(tuple(shape))
@@ -351,9 +352,11 @@ class BlockClient(Closing):
         return self._admin.ask(FindBlock, self.namespace.fingerprint, group, key)
 
     def _is_whole(self, found: BlockFound) -> bool:
+        """Return whether all ranks' shards are there, from the key's first engine block on."""
         return found.state == READY and not found.first_block
 
     def _check_same(self, key: bytes, found: BlockFound, checksums: bytes) -> None:
+        """Raise KvoffdClientError if the daemon's block has other bytes than those with these checksums."""
         if found.checksums != checksums:
             raise KvoffdClientError(
                 f"The daemon has a block {key.hex()} with other bytes, which stays; a key stands for the tokens up to "

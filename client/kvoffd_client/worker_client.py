@@ -101,6 +101,8 @@ class Job:
         lease_id, is_store = self.lease_id, self.lease_id is None
         if lease_id is not None and (not isinstance(lease_id, int) or not m.MIN_LEASE_ID <= lease_id <= m.MAX_LEASE_ID):
             raise ValueError(f"The load {self.job_id} has no lease of a lookup, but {lease_id!r}.")
+        if not isinstance(self.keep_lease, bool):
+            raise ValueError(f"keep_lease is True or False, not {self.keep_lease!r}.")
         keys = 0
         for one in self.groups:
             count = namespace.count_keys(one.group, one.keys)
@@ -433,7 +435,7 @@ class WorkerClient(Session):
         silence_s = min(silence_s, timeout_s)
         if self._transport.wait(ready, silence_s):
             return True
-        has_replied = self._owed_since > asked_at  # else that is the time of this question, or of an earlier one
+        has_replied = self._owed_since > asked_at  # a reply raises the time since which one is due
         return has_replied and self._transport.wait(ready, timeout_s - silence_s)
 
     def close(self) -> None:

@@ -752,6 +752,7 @@ def test_jobs_of_many_groups_go_out_in_frames_that_the_daemon_takes(worker: Work
         (Job(-1, TRANSFER), "Job ids are numbers from 0"),
         (Job("1", TRANSFER), "Job ids are numbers from 0"),  # type: ignore[arg-type]
         (Job(1, TRANSFER, 0), "has no lease of a lookup, but 0"),
+        (Job(1, TRANSFER, 2**32, 1), "keep_lease is True or False, not 1"),  # type: ignore[arg-type]
         (Job(1, TRANSFER * 2), "A group comes twice"),
         (Job(1, [GroupTransfer("0", b"k" * 64, bytes(8))]), "group is an int, not str"),  # type: ignore[arg-type]
         (Job(1, [GroupTransfer(1, b"k" * 64, bytes(8))]), "groups 0 to 0, not 1"),
