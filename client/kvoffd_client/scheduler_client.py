@@ -419,17 +419,17 @@ class SchedulerClient(Session):
         most_bytes = left = min(most, self._limits.max_keys_per_request) * size
         requests: list[tuple[list[int], list[m.GroupKeys]]] = [([], [])]
         for place, one in enumerate(groups):
-            rest = one.keys
+            at = 0
             while True:
                 if not left:
                     requests.append(([], []))
                     left = most_bytes
-                keys, rest = rest[:left], rest[left:]
-                left -= len(keys)
+                keys = one.keys[at : at + left]
                 places, asked = requests[-1]
                 places.append(place)
                 asked.append(m.GroupKeys(one.group, keys))
-                if not rest:
+                at, left = at + len(keys), left - len(keys)
+                if at == len(one.keys):
                     break
         return [*requests]
 
