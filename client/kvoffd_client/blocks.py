@@ -8,8 +8,8 @@ import os
 import secrets
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -32,12 +32,17 @@ if TYPE_CHECKING:
     import torch
 
 Bytes = npt.NDArray[np.uint8]
+Item = TypeVar("Item")
 TIMEOUT_S = 60.0
 CONNECT_S = 10.0
 PENDING_PAUSE_S = 0.005
 CHECKSUM_BYTES = 8
+READS = 3
+"""Most reads of a block for one call: the block of the key may be replaced by another during one."""
 NEVER_STORED = ("unknown", "forgotten")
 """Reasons of a miss whose key may have been computed with other settings than the engine's."""
+NUMBERS = "biufcV"
+"""Kinds of numpy's types of numbers; V: those of other packages, such as bfloat16."""
 NAME = "kvoffd blocks"
 """Name of the sessions, for operators."""
 KEY_HINTS: dict[type, str] = {
@@ -66,7 +71,7 @@ class BlockClient(Closing):
         timeout_s: bounds each call.
 
     Raises:
-        ValueError: a fingerprint of another length, or no time.
+        ValueError: a namespace of another type, a fingerprint of another length, or no time.
         DaemonUnavailable: no daemon in time.
         RequestRefused: the daemon refuses this user.
         KvoffdClientError: no namespace of this name or fingerprint, or its layers are unknown.
@@ -75,13 +80,17 @@ class BlockClient(Closing):
     def __init__(
         self, directory: str | os.PathLike[str], namespace: str | bytes, *, timeout_s: float = TIMEOUT_S
     ) -> None:
-        if timeout_s <= 0:
+        if not isinstance(timeout_s, int | float) or not timeout_s > 0:
             raise ValueError(f"timeout_s is a time in seconds, not {timeout_s}.")
+        if not isinstance(namespace, str | bytes):
+            raise ValueError(f"namespace is a label or a fingerprint, str or bytes, not {type(namespace).__name__}.")
         if isinstance(namespace, bytes) and len(namespace) != FINGERPRINT_BYTES:
             raise ValueError(
                 f"A fingerprint has {FINGERPRINT_BYTES} bytes, not {len(namespace)}; give its first digits as text."
             )
         self._closing: list[Closing] = []
+        self._shard_bytes: list[list[Bytes]] = []
+        """Memory of a shard by rank and group."""
         self._timeout_s = timeout_s
         self._job_ids = itertools.count(1)
         try:
@@ -112,8 +121,6 @@ class BlockClient(Closing):
         clients.append(self._scheduler)
         self._closing.append(self._scheduler)
         self._workers: list[WorkerClient] = []
-        self._shard_bytes: list[list[Bytes]] = []
-        """Memory of a shard by rank and group."""
         for rank in range(told.world_size):
             worker = WorkerClient(directory, spec, self._registration(rank), name=NAME, options=options)
             self._workers.append(worker)
@@ -188,6 +195,8 @@ class BlockClient(Closing):
             raise ValueError(f"The namespace has ranks 0 to {self.namespace.world_size - 1}, not {rank}.")
         if dtype is not None and not isinstance(dtype, torch.dtype):
             raise ValueError(f"dtype is a torch.dtype such as torch.bfloat16, not {type(dtype).__name__}.")
+        if shape is not None and not all(hasattr(size, "__index__") for size in _sequence(shape, "shape", "ints")):
+            raise ValueError(f"shape is a list or tuple of ints, not {shape}.")
         data = self._read(key, group, rank)
         return [self._viewed(torch.from_numpy(layer), dtype, shape) for layer in self._layers(data, group, rank)]
 
@@ -204,19 +213,19 @@ class BlockClient(Closing):
                 shard of it is left.
         """
         self._check(key, group)
-        for rank, data in enumerate(self._checked(kv, group)):
-            self._shard_bytes[rank][group][:] = data
-        sums = b"".join(_checksum(parts[group]) for parts in self._shard_bytes)
-        deadline = time.monotonic() + self._timeout_s
+        shards = self._checked(kv, group)
+        sums, deadline = b"".join(map(_checksum, shards)), time.monotonic() + self._timeout_s
         while True:
             with self._leased([key], group):  # brings it up from a tier, to compare it
                 found = self._find(key, group)
                 if self._is_whole(found):
                     self._check_same(key, found, sums)
                     return False
+            for parts, data in zip(self._shard_bytes, shards, strict=True):
+                parts[group][:] = data
             try:
                 results = self._copy(key, group, range(self.namespace.world_size))
-            except KvoffdClientError:  # the shards of some ranks may be there
+            except BaseException:  # the shards of some ranks may be there
                 self._scheduler.invalidate([GroupKeys(group, key)])
                 raise
             # Nothing was copied if the daemon has the block by now, or another client is storing it.
@@ -245,12 +254,12 @@ class BlockClient(Closing):
 
         Raises ValueError if a key, the group or the limit does not fit.
         """
-        self._check_group(group)
-        if not 1 <= limit <= 4096:
+        self.namespace.check_group(group)
+        if not isinstance(limit, int) or not 1 <= limit <= 4096:
             raise ValueError(f"A page has 1 to 4096 keys, not {limit}.")
         size = self.namespace.key_bytes
         if prefix_of is not None:
-            for key in prefix_of:
+            for key in _sequence(prefix_of, "prefix_of", "keys"):
                 self._check(key, group)
             for at in range(0, len(prefix_of), limit):
                 page = prefix_of[at : at + limit]
@@ -270,18 +279,13 @@ class BlockClient(Closing):
 
     def close(self) -> None:
         """End the sessions and free the memory. Repeatable."""
+        self._shard_bytes.clear()
         while self._closing:
             self._closing.pop().close()
 
-    def _check_group(self, group: int) -> None:
-        if not isinstance(group, int):
-            raise ValueError(f"group is an int, not {type(group).__name__}.")
-        if not 0 <= group < len(self.namespace.groups):
-            raise ValueError(f"The namespace has groups 0 to {len(self.namespace.groups) - 1}, not {group}.")
-
     def _check(self, key: bytes, group: int) -> None:
-        """Raise ValueError for an unknown group, or a key of another length."""
-        self._check_group(group)
+        """Raise ValueError for an unknown group, or a key of another type or length."""
+        self.namespace.check_group(group)
         if not isinstance(key, bytes):
             what_to_do = KEY_HINTS.get(type(key), ".")
             raise ValueError(f"A key is bytes, not {type(key).__name__}{what_to_do}")
@@ -298,6 +302,7 @@ class BlockClient(Closing):
         return layers
 
     def _viewed(self, layer: torch.Tensor, dtype: torch.dtype | None, shape: Sequence[int] | None) -> torch.Tensor:
+        """Return a layer's bytes as this type and shape. Raises ValueError if they are not of them."""
         try:
             viewed = layer.flatten().view(dtype).reshape(layer.shape[0], -1) if dtype is not None else layer
             return viewed if shape is None else viewed.reshape(tuple(shape))
@@ -347,9 +352,11 @@ class BlockClient(Closing):
         return self._admin.ask(FindBlock, self.namespace.fingerprint, group, key)
 
     def _is_whole(self, found: BlockFound) -> bool:
+        """Return whether all ranks' shards are there, from the key's first engine block on."""
         return found.state == READY and not found.first_block
 
     def _check_same(self, key: bytes, found: BlockFound, checksums: bytes) -> None:
+        """Raise KvoffdClientError if the daemon's block has other bytes than those with these checksums."""
         if found.checksums != checksums:
             raise KvoffdClientError(
                 f"The daemon has a block {key.hex()} with other bytes, which stays; a key stands for the tokens up to "
@@ -359,26 +366,28 @@ class BlockClient(Closing):
     @contextmanager
     def _leased(self, keys: Sequence[bytes], group: int) -> Iterator[LookupFuture]:
         """Pin keys that are in the pool, once those on disks and in stores have come up or the time is over."""
-        deadline, asked, before = time.monotonic() + self._timeout_s, [GroupKeys(group, b"".join(keys))], 0
-        while True:
-            found = self._scheduler.lookup(asked, again=True)
-            try:
+        deadline, asked = time.monotonic() + self._timeout_s, [GroupKeys(group, b"".join(keys))]
+        lookups: list[LookupFuture] = []
+        """Those whose leases are to be released: the last one and, until that is answered, the one before."""
+        try:
+            while True:
+                lookups.append(found := self._scheduler.lookup(asked, again=True))
                 if not found.wait(max(0.0, deadline - time.monotonic())) or found.failed:
                     raise DaemonUnavailable(f"The daemon did not look the block up: {self._scheduler.problem}")
-                if before:
-                    self._scheduler.release(before)
+                while len(lookups) > 1:
+                    self._scheduler.release(lookups[0].lease_id)
+                    del lookups[0]
                 if not found.pending or time.monotonic() >= deadline:
-                    yield found
                     break
-                before = found.lease_id
-            except BaseException:
+                time.sleep(PENDING_PAUSE_S)
+            yield found
+        finally:
+            for found in lookups:
                 self._scheduler.release(found.lease_id)
-                raise
-            time.sleep(PENDING_PAUSE_S)
-        self._scheduler.release(found.lease_id)
 
     def _read(self, key: bytes, group: int, rank: int) -> Bytes:
-        for _ in range(3):  # it may be replaced by another block of the key
+        """Load a shard; return its bytes, compared with its checksum. Raises as ``get``."""
+        for _ in range(READS):
             with self._leased([key], group) as leased:
                 found = self._find(key, group)
                 if not leased.leading_ready() or not self._is_whole(found):
@@ -386,18 +395,24 @@ class BlockClient(Closing):
                     why = f"{MISS_REASONS[reason]}.{self._hash_hint(group) if reason in NEVER_STORED else ''}"
                     raise KeyError(f"The block {key.hex()} of group {group} is not ready: {why}")
                 (result,) = self._copy(key, group, [rank], leased.lease_id)
-            if result.error is ErrorCode.NOT_READY:
-                continue
-            if result.error is not None:
-                raise RequestRefused(result.error, "")
-            data = self._shard_bytes[rank][group].copy()
-            if found.checksums[rank * CHECKSUM_BYTES :][:CHECKSUM_BYTES] == _checksum(data):
-                return data
-        raise RequestRefused(ErrorCode.CHECKSUM, f"The block {key.hex()} does not match its checksum; recompute it.")
+            if result.error is None:
+                data = self._shard_bytes[rank][group].copy()
+                if found.checksums[rank * CHECKSUM_BYTES :][:CHECKSUM_BYTES] == _checksum(data):
+                    return data
+                why = f"The block {key.hex()} does not match its checksum; recompute it."
+                failure = RequestRefused(ErrorCode.CHECKSUM, why)
+            else:
+                failure = RequestRefused(result.error, "")
+                if result.error is not ErrorCode.NOT_READY:
+                    break
+        raise failure
 
     def _hash_hint(self, group: int) -> str:
         """Return what to compare if a key was computed otherwise than the engine's."""
-        factors, tokens = json.loads(self.namespace.description), self.namespace.groups[group].tokens_per_block
+        tokens, factors = self.namespace.groups[group].tokens_per_block, None
+        with suppress(ValueError, RecursionError):  # the description of a client that is no vLLM
+            factors = json.loads(self.namespace.description)
+        factors = factors if isinstance(factors, dict) else {}
         shown = f"tokens per block ({tokens} here)" if tokens else "tokens per block"
         if (hashed := factors.get("tokens_per_hash", tokens)) != tokens:
             shown += f", tokens per hash ({hashed} here)"
@@ -409,21 +424,24 @@ class BlockClient(Closing):
     def _copy(self, key: bytes, group: int, ranks: Sequence[int], lease_id: int | None = None) -> list[JobResult]:
         """Store a block from the memory of these ranks, or load it there; return each rank's result."""
         job_id, results = next(self._job_ids), list[JobResult]()
-        sole = secrets.randbits(61) + 1
-        for rank in ranks:
-            blocks = range(self._shards[rank][group].blocks_per_key)
-            transfer = GroupTransfer.of([key], blocks, group)
-            self._workers[rank].submit([Job(job_id, [transfer], lease_id, keep_lease=lease_id is not None)], sole)
+        sole, workers = secrets.randbits(61) + 1, [self._workers[rank] for rank in ranks]
         deadline = time.monotonic() + self._timeout_s
-        for rank in ranks:
-            found: list[JobResult] = []
-            while not found and time.monotonic() < deadline:
-                left = max(0.0, deadline - time.monotonic())
-                found = [one for one in self._workers[rank].wait_results(left) if one.job_id == job_id]
-            if not found:
-                self._workers[rank].fence([job_id], 0.0)
-                raise RequestTimeout("The daemon did not copy the block in time; try again.")
-            results += found
+        try:
+            for rank, worker in zip(ranks, workers, strict=True):
+                transfer = GroupTransfer.of([key], range(self._shards[rank][group].blocks_per_key), group)
+                worker.submit([Job(job_id, [transfer], lease_id, keep_lease=lease_id is not None)], sole)
+            for worker in workers:
+                found: list[JobResult] = []
+                while not found and time.monotonic() < deadline:
+                    left = max(0.0, deadline - time.monotonic())
+                    found = [one for one in worker.wait_results(left) if one.job_id == job_id]
+                if not found:
+                    raise RequestTimeout("The daemon did not copy the block in time; try again.")
+                results += found
+        except BaseException:
+            for worker in workers:  # the next call uses the memory
+                worker.fence([job_id], 0.0)
+            raise
         return results
 
 
@@ -432,14 +450,23 @@ def _checksum(data: Bytes) -> bytes:
     return (xxhash.xxh3_64_intdigest(data) or 1).to_bytes(CHECKSUM_BYTES, "big")  # type: ignore[arg-type]
 
 
+def _sequence(given: Sequence[Item], name: str, items: str) -> Sequence[Item]:
+    """Return an argument. Raises ValueError if it is no sequence of such items."""
+    if not isinstance(given, Sequence) or isinstance(given, str | bytes):
+        raise ValueError(f"{name} is a list or tuple of {items}, not {type(given).__name__}.")
+    return given
+
+
 def _bytes_of(layer: object) -> Bytes:
-    """Return the bytes of a torch tensor or a numpy array. Raises ValueError for anything else."""
+    """Return the bytes of a torch tensor or an array. Raises ValueError for anything else."""
     if hasattr(layer, "detach"):
         import torch
 
-        assert isinstance(layer, torch.Tensor)
-        flat: Bytes = layer.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
-        return flat
-    if (array := np.ascontiguousarray(layer)).dtype.hasobject:
-        raise ValueError(f"A layer is a tensor or an array of numbers, not {type(layer).__name__}.")
-    return array.reshape(-1).view(np.uint8)
+        if isinstance(layer, torch.Tensor):
+            flat: Bytes = layer.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+            return flat
+    elif hasattr(layer, "__array__") and not isinstance(layer, np.generic):
+        array = np.ascontiguousarray(layer)
+        if array.dtype.kind in NUMBERS:
+            return array.reshape(-1).view(np.uint8)
+    raise ValueError(f"A layer is a tensor or an array of numbers, not {type(layer).__name__}.")

@@ -78,21 +78,22 @@ SET_DIRECTORY = "set KVOFFD_DIRECTORY to its directory"
 
 
 def why_unreachable(error: OSError, directory: str, hint: str = SET_DIRECTORY) -> str:
-    directory, given = directory or "''", directory
+    """Return the sentence about a lifeline that cannot be opened. ``hint``: what to do if it is the wrong directory."""
+    shown = directory or "''"
     if isinstance(error, FileNotFoundError):
-        if pid := _lock_holder(given):
-            which = f"The kvoffd daemon (pid {pid}) in {directory}"
-            if text := _starting(given):
+        if pid := _lock_holder(directory):
+            which = f"The kvoffd daemon (pid {pid}) in {shown}"
+            if text := _starting(directory):
                 return f"{which} is {text}."
             return f"{which} has no sockets there: they were removed, or it is stopping. If it is not, restart it."
-        return f"There is no kvoffd daemon in {directory}; start one, or {hint}."
+        return f"There is no kvoffd daemon in {shown}; start one, or {hint}."
     if isinstance(error, ConnectionRefusedError):
-        return f"The kvoffd daemon in {directory} has ended; start it again."
+        return f"The kvoffd daemon in {shown} has ended; start it again."
     if isinstance(error, PermissionError):
         return (
-            f"This user (uid {os.geteuid()}) may not use the kvoffd daemon's sockets in {directory}; use root, the "
+            f"This user (uid {os.geteuid()}) may not use the kvoffd daemon's sockets in {shown}; use root, the "
             "daemon's user, or one in its allowed_uids or allowed_gids that may enter the directory."
         )
     if isinstance(error, BlockingIOError):
-        return f"The kvoffd daemon in {directory} runs but accepts no connections; see its log."
-    return f"The kvoffd daemon in {directory} cannot be reached: {error.strerror or error}."
+        return f"The kvoffd daemon in {shown} runs but accepts no connections; see its log."
+    return f"The kvoffd daemon in {shown} cannot be reached: {error.strerror or error}."

@@ -93,7 +93,8 @@ class FakeEngine(Closing):
             namespace = NamespaceSpec.named(namespace, world_size, KEY_BYTES, layers=layers, page_bytes=page_bytes)
         self.namespace = namespace
         self._job_ids = itertools.count(1)
-        self._lookup: LookupFuture | None = None
+        self._lookups: list[LookupFuture] = []
+        """Those whose leases are to be released: the last one and, until that is answered, the one before."""
         self._memories: list[SharedMemory] = []
         self._pages: list[npt.NDArray[np.uint8]] = []
         self.workers: list[WorkerClient] = []
@@ -163,18 +164,24 @@ class FakeEngine(Closing):
         if not keys:
             return 0
         deadline = time.monotonic() + timeout_s
-        future = self._look_up(keys, timeout_s, peer)
-        while future.pending and (left := deadline - time.monotonic()) > 0:
+        while True:
+            self._lookups.append(found := self._look_up(keys, peer, again=bool(self._lookups)))
+            if not found.wait(max(0.0, deadline - time.monotonic())) or found.failed:
+                self.release()
+                return 0
+            while len(self._lookups) > 1:
+                self._release_first()
+            if not found.pending or (left := deadline - time.monotonic()) <= 0:
+                return found.leading_ready()
             time.sleep(min(PENDING_PAUSE_S, left))
-            before, future = future, self._look_up(keys, left, peer, again=True)
-            self.scheduler.release(before.lease_id)
-        return future.leading_ready()
 
-    def _look_up(self, keys: Sequence[bytes], timeout_s: float, peer: str, *, again: bool = False) -> LookupFuture:
-        future = self._lookup = self.scheduler.lookup([GroupKeys(0, b"".join(keys))], again, peer=peer)
-        if not future.wait(timeout_s) or future.failed:
-            self.release()
-        return future
+    def _look_up(self, keys: Sequence[bytes], peer: str, *, again: bool) -> LookupFuture:
+        return self.scheduler.lookup([GroupKeys(0, b"".join(keys))], again, peer=peer)
+
+    @property
+    def _lookup(self) -> LookupFuture | None:
+        """The last lookup, unless its lease was released."""
+        return self._lookups[-1] if self._lookups else None
 
     def load(self, keys: Sequence[bytes], block_ids: Sequence[int], timeout_s: float = 10.0) -> EngineResult:
         """Copy ``keys[i]``, pinned by the last lookup, into block ``block_ids[i]``, on all ranks. Raises as store().
@@ -182,23 +189,26 @@ class FakeEngine(Closing):
         After ``timeout_s`` seconds the result is a failure (error DEADLINE), but bytes may still arrive in the blocks.
         """
         transfer = self._transfer(keys, block_ids)
-        future = self._lookup
         if not keys:
             return EngineResult(True, 0, 0.0)
-        if future is None or not future.pinned:
+        found = self._lookup
+        if found is None or not found.pinned:
             return EngineResult(False, 0, 0.0, list(keys), ErrorCode.UNKNOWN_LEASE)
         job_id = next(self._job_ids)
         for worker in self.workers:
-            worker.load(job_id, future.lease_id, [transfer])
+            worker.load(job_id, found.lease_id, [transfer])
         result = self._result(job_id, keys, timeout_s)
         self.release()
         return result
 
     def release(self) -> None:
         """Release the lease of the last lookup."""
-        future, self._lookup = self._lookup, None
-        if future is not None and future.lease_id:
-            self.scheduler.release(future.lease_id)
+        while self._lookups:
+            self._release_first()
+
+    def _release_first(self) -> None:
+        self.scheduler.release(self._lookups[0].lease_id)
+        del self._lookups[0]
 
     def wait_ready(self, timeout_s: float) -> bool:
         """Wait until all clients are connected, as after a restart of the daemon."""
@@ -244,6 +254,8 @@ class FakeEngine(Closing):
 
     def _check_keys(self, keys: Sequence[bytes]) -> None:
         for key in keys:
+            if not isinstance(key, bytes):
+                raise ValueError(f"A key is bytes, not {type(key).__name__}.")
             if len(key) != KEY_BYTES:
                 raise ValueError(f"A key has {KEY_BYTES} bytes; {key[:40]!r} has {len(key)}.")
 

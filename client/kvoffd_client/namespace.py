@@ -43,6 +43,23 @@ class NamespaceSpec:
     groups: tuple[GroupSpec, ...]
     description: str = "{}"
 
+    def check_group(self, group: int) -> None:
+        """Raise ValueError if the namespace has no group of this index."""
+        if not isinstance(group, int):
+            raise ValueError(f"group is an int, not {type(group).__name__}.")
+        if not 0 <= group < len(self.groups):
+            raise ValueError(f"The namespace has groups 0 to {len(self.groups) - 1}, not {group}.")
+
+    def count_keys(self, group: int, keys: bytes) -> int:
+        """Return the number of keys of a group, which are end to end. Raises ValueError if they cannot be its keys."""
+        self.check_group(group)
+        if not isinstance(keys, bytes):
+            raise ValueError(f"The keys of a group are bytes, end to end, not {type(keys).__name__}.")
+        count, rest = divmod(len(keys), self.key_bytes)
+        if rest:
+            raise ValueError(f"{len(keys)} bytes are not a whole number of keys of {self.key_bytes} bytes each.")
+        return count
+
     @classmethod
     def named(
         cls,

@@ -15,7 +15,7 @@ from msgspec import Struct, structs
 from kvoffd_client.errors import KvoffdClientError, RequestRefused
 from kvoffd_client.lifeline_stream import NEVER
 from kvoffd_client.namespace import NamespaceSpec
-from kvoffd_client.session import DEFAULT_OPTIONS, ClientOptions, ReplyOrError, Session, Transport, split_keys
+from kvoffd_client.session import DEFAULT_OPTIONS, ClientOptions, ReplyOrError, Session, Transport, check
 from kvoffd_proto import messages as m
 from kvoffd_proto.codec import CODEC_ERRORS
 from kvoffd_proto.events import SEQUENCE_BYTES, AllBlocksCleared, BlockStored, KvEvent, decode_event_batch, kv_topic
@@ -207,18 +207,16 @@ class SchedulerClient(Session):
             giver: number of the owner of this prompt's hints, as in hint(); 0 if it gives none.
 
         Raises:
-            ValueError: the keys of a group are not a whole number of the namespace's key_bytes.
+            ValueError: no group of the namespace, keys that are not a whole number of the namespace's key_bytes, or
+                another argument of a wrong type or value.
         """
-        size, nbytes = self._namespace.key_bytes, 0
-        for item in groups:
-            nbytes += len(item.keys)
-            if len(item.keys) % size:
-                raise ValueError(f"{len(item.keys)} bytes are not a whole number of keys of {size} bytes each.")
+        count = self._count_keys(groups)
+        check(m.Lookup(m.NO_REPLY, self._fingerprint, m.MIN_LEASE_ID, [], again, reported, peer, giver))
         with self._transport.lock:
             now = self._transport.now()
             if not self.ready or self._limits is None:
                 return LookupFuture(0, done=True, failed=True, answered_at=now)
-            fits = nbytes <= self._limits.max_keys_per_request * size
+            fits = count <= self._limits.max_keys_per_request
             parts = [(range(len(groups)), groups)] if fits else self._split(groups)
             lease_id = self._rng.getrandbits(63) | 2**32  # random: any worker that knows it may load
             found = LookupFuture(lease_id, transport=self._transport, missing=len(parts), partial=[b""] * len(groups))
@@ -233,16 +231,22 @@ class SchedulerClient(Session):
 
     def show_used(self, groups: Sequence[m.GroupKeys], *, giver: int = 0) -> None:
         """Show the daemon's policy keys that are used although no counted lookup named them: count them as looked up,
-        and pin nothing."""
-        self.release(self.lookup(groups, reported=True, giver=giver).lease_id)
+        and pin nothing. Raises as lookup()."""
+        self.release(self.lookup(groups, giver=giver).lease_id)
 
     def release(self, lease_id: int) -> None:
-        """End a lease. Harmless if it has ended, or its lookup is unanswered or was never sent."""
+        """End a lease. Harmless if it has ended, or its lookup is unanswered or was never sent.
+
+        Raises ValueError if it is no id of a lease.
+        """
+        if lease_id != 0:  # the id of a lookup that was not sent
+            check(m.Release(m.NO_REPLY, [lease_id]))
         with self._transport.lock:
             self._release(lease_id)
 
     def invalidate(self, groups: Sequence[m.GroupKeys]) -> None:
-        """Have the daemon drop unusable blocks. Does nothing while not connected."""
+        """Have the daemon drop unusable blocks. Does nothing while not connected. Raises ValueError as lookup()."""
+        self._count_keys(groups)
         with self._transport.lock:
             if self.ready and self._limits is not None:
                 for _, keys in self._split(groups):
@@ -262,7 +266,12 @@ class SchedulerClient(Session):
         *,
         giver: int = 0,
     ) -> None:
-        """Pass on a hint about blocks; see ``HintAction`` and ``Hint``. Does nothing while not connected."""
+        """Pass on a hint about blocks; see ``HintAction`` and ``Hint``. Does nothing while not connected.
+
+        Raises ValueError for an action, a priority or a time that ``Hint`` does not have, and as lookup().
+        """
+        self._count_keys(groups)
+        check(m.Hint(m.NO_REPLY, self._fingerprint, action, [], priority, ttl_s, giver))
         with self._transport.lock:
             if self.ready and self._limits is not None:
                 for _, keys in self._split(groups, m.MAX_HINT_KEYS):
@@ -283,16 +292,24 @@ class SchedulerClient(Session):
 
         ``late_lookups``: lookups that the engine gave up. ``unknown_hints``: hints that are not known or cannot be
         read. ``problem``: why the engine stores and loads nothing. ``late_age_s``: mean time since the late lookups.
+
+        Raises ValueError for a value that ``ReportEngine`` does not have.
         """
         counts = skipped_loads, paused_stores, late_lookups
         fields = prefill_rate, *counts, problem[: m.MAX_PROBLEM_CHARACTERS], unknown_hints, max(0.0, late_age_s)
+        message = m.ReportEngine(m.NO_REPLY, self._fingerprint, *fields)
+        check(message)
         with self._transport.lock:
             if self.ready:
-                self._send(m.ReportEngine(m.NO_REPLY, self._fingerprint, *fields))
+                self._send(message)
 
     def report_prompt(self, report: m.PromptReport) -> None:
         """Report the outcome of a prompt within about a second. While not connected, only the last are kept: the next
-        daemon shows them, and does not count their tokens."""
+        daemon shows them, and does not count their tokens.
+
+        Raises ValueError for a value that ``PromptReport`` does not have: others are sent with it.
+        """
+        check(m.ReportPrompts(m.NO_REPLY, self._fingerprint, [report]))
         with self._transport.lock:
             self._reports.append((self.epoch, report))
             if len(self._reports) % m.MAX_PROMPT_REPORTS == 0:
@@ -324,6 +341,12 @@ class SchedulerClient(Session):
             self._events.clear()
             return taken
 
+    def _count_keys(self, groups: Sequence[m.GroupKeys]) -> int:
+        """Return the number of keys of all groups. Raises ValueError if they are no keys of the namespace."""
+        if len(groups) > m.MAX_GROUPS:
+            raise ValueError(f"A request has {m.MAX_GROUPS} groups at most, not {len(groups)}.")
+        return sum([self._namespace.count_keys(one.group, one.keys) for one in groups])
+
     # --- with the lock held ----------------------------------------------------------------------
 
     def _release(self, lease_id: int) -> None:
@@ -345,6 +368,7 @@ class SchedulerClient(Session):
     ) -> None:
         """Handle the reply to one request of a lookup: the states of the ``asked`` keys of the groups ``places``."""
         if found.done:  # another request of this lookup failed
+            self._on_late_reply(reply)
             return
         counts = [len(item.keys) // self._namespace.key_bytes for item in asked]
         if not isinstance(reply, m.LookupReply) or list(map(len, reply.states)) != counts:
@@ -386,24 +410,35 @@ class SchedulerClient(Session):
     def _split(
         self, groups: Sequence[m.GroupKeys], most: int = sys.maxsize
     ) -> list[tuple[Sequence[int], Sequence[m.GroupKeys]]]:
-        """Split groups into requests: for each, the indices of its groups in ``groups``, and their keys."""
+        """Split groups into requests: for each, the indices of its groups in ``groups``, and their keys.
+
+        A group without keys is in one of them.
+        """
         assert self._limits is not None
         size = self._namespace.key_bytes
-        parts = split_keys([len(one.keys) // size for one in groups], min(most, self._limits.max_keys_per_request))
-        return [
-            (
-                [place for place, *_ in part],
-                [m.GroupKeys(groups[at].group, groups[at].keys[begin * size : end * size]) for at, begin, end in part],
-            )
-            for part in parts
-        ]
+        most_bytes = left = min(most, self._limits.max_keys_per_request) * size
+        requests: list[tuple[list[int], list[m.GroupKeys]]] = [([], [])]
+        for place, one in enumerate(groups):
+            at = 0
+            while True:
+                if not left:
+                    requests.append(([], []))
+                    left = most_bytes
+                keys = one.keys[at : at + left]
+                places, asked = requests[-1]
+                places.append(place)
+                asked.append(m.GroupKeys(one.group, keys))
+                at, left = at + len(keys), left - len(keys)
+                if at == len(one.keys):
+                    break
+        return [*requests]
 
     # --- hooks of Session -------------------------------------------------------------------------
 
     def _topics(self) -> Sequence[bytes]:
         return [] if self._events_topic is None else [self._events_topic]
 
-    def _on_late_reply(self, reply: m.AnyReply) -> None:
+    def _on_late_reply(self, reply: ReplyOrError) -> None:
         if isinstance(reply, m.LookupReply) and reply.ttl_ms:
             self._release(reply.lease_id)
 

@@ -11,6 +11,7 @@ import itertools
 import logging
 import os
 import random
+import re
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields
@@ -29,7 +30,7 @@ from kvoffd_client.lifeline_stream import NEVER
 from kvoffd_client.namespace import NamespaceSpec
 from kvoffd_proto import lifeline
 from kvoffd_proto import messages as m
-from kvoffd_proto.codec import encode
+from kvoffd_proto.codec import CODEC_ERRORS, decode_request, encode
 from kvoffd_proto.errors import ErrorCode
 
 log = logging.getLogger("kvoffd_client")
@@ -90,7 +91,7 @@ class ClientOptions:
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            if getattr(self, field.name) <= 0:
+            if not getattr(self, field.name) > 0:
                 raise ValueError(f"The client option {field.name} must be positive; it is {getattr(self, field.name)}.")
 
 
@@ -574,21 +575,15 @@ class Session(Closing):
         return False
 
 
-def split_keys(counts: Sequence[int], most: int) -> list[list[tuple[int, int, int]]]:
-    """Split groups with these numbers of keys into parts of at most ``most`` keys.
-
-    Return for each part (index of the group, first key, end) of its groups. A group without keys is in one part too.
-    """
-    parts: list[list[tuple[int, int, int]]] = [[]]
-    left = most
-    for index, count in enumerate(counts):
-        end = -1  # below 0, so that a group without keys is entered once
-        while end < count:
-            if not left:
-                parts.append([])
-                left = most
-            begin = max(end, 0)
-            end = min(count, begin + left)
-            parts[-1].append((index, begin, end))
-            left -= end - begin
-    return parts
+def check(message: m.AnyRequest) -> None:
+    """Raise ValueError if the daemon would not take the message for one of the protocol."""
+    try:
+        decode_request(encode(message))
+    except (*CODEC_ERRORS, TypeError, OverflowError) as error:
+        what, path = str(error), re.search(r" - at `\$\[(\d+)\](.*)`$", str(error))
+        where = ""
+        if path is not None:
+            # Element 0 is the tag.
+            where = f".{message.__struct_fields__[int(path[1]) - 1]}{path[2]}"
+            what = what[: path.start()]
+        raise ValueError(f"{type(message).__name__}{where}: {what}.") from None

@@ -23,7 +23,6 @@ from kvoffd_client.session import (
     ReplyOrError,
     Session,
     Transport,
-    split_keys,
 )
 from kvoffd_proto import messages as m
 from kvoffd_proto.codec import CODEC_ERRORS, decode_completions
@@ -54,8 +53,13 @@ FIRST_PART_ID = 2**62
 """First id of parts of large jobs; other jobs have ids below."""
 
 
+SUBMIT_BYTES, JOB_BYTES, TRANSFER_BYTES = 96, 19, 48
+"""Most bytes of a Submit, a job and a transfer in a frame, without keys, block ids, parents, tokens and the columns of
+``_empty_job_bytes``."""
+
+
 class Size(NamedTuple):
-    """Number of keys of a job or message, and its approximate bytes in a frame."""
+    """Number of keys of a job or message, and its bytes in a frame at most."""
 
     keys: int
     nbytes: int
@@ -63,6 +67,11 @@ class Size(NamedTuple):
     def fits(self, most: Size) -> bool:
         """Return whether neither number is above that of ``most``."""
         return self.keys <= most.keys and self.nbytes <= most.nbytes
+
+    @classmethod
+    def of_jobs(cls, limits: m.Limits) -> Size:
+        """Return the size of the jobs that one message may have."""
+        return cls(limits.max_keys_per_submit, limits.max_frame_bytes - SUBMIT_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,42 +94,78 @@ class Job:
     def keys(self) -> list[m.GroupKeys]:
         return [m.GroupKeys(one.group, one.keys) for one in self.groups]
 
-    def checked_size(self, groups: int, key_bytes: int) -> Size:
-        """Return its size. Raises ValueError or TypeError if it does not fit a namespace with these groups and keys."""
-        keys, nbytes = 0, 32
+    def check(self, namespace: NamespaceSpec, blocks_per_key: int) -> None:
+        """Raise ValueError if it cannot be a job of a worker of this namespace."""
+        if not isinstance(self.job_id, int) or not 0 <= self.job_id < FIRST_PART_ID:
+            raise ValueError(f"Job ids are numbers from 0 to {FIRST_PART_ID - 1}; {self.job_id!r} is not.")
+        lease_id, is_store = self.lease_id, self.lease_id is None
+        if lease_id is not None and (not isinstance(lease_id, int) or not m.MIN_LEASE_ID <= lease_id <= m.MAX_LEASE_ID):
+            raise ValueError(f"The load {self.job_id} has no lease of a lookup, but {lease_id!r}.")
+        if not isinstance(self.keep_lease, bool):
+            raise ValueError(f"keep_lease is True or False, not {self.keep_lease!r}.")
+        keys = 0
         for one in self.groups:
-            if not isinstance(one.keys, bytes) or not isinstance(one.block_ids, bytes):
-                raise TypeError("A GroupTransfer has bytes; GroupTransfer.of(keys, block_ids) makes it from lists.")
-            if not 0 <= one.group < groups:
-                raise ValueError(f"The namespace has groups 0 to {groups - 1}, but not {one.group}.")
-            if len(one.keys) % key_bytes or len(one.block_ids) % m.BLOCK_ID_BYTES:
+            count = namespace.count_keys(one.group, one.keys)
+            if not isinstance(one.block_ids, bytes) or len(one.block_ids) % m.BLOCK_ID_BYTES:
                 raise ValueError(
-                    f"{len(one.keys)} bytes of keys and {len(one.block_ids)} of block ids are not a whole number of "
-                    f"keys of {key_bytes} bytes and of int32 numbers."
+                    "Block ids are bytes, 4 for each; GroupTransfer.of(keys, block_ids) makes them from a list."
                 )
-            keys += len(one.keys) // key_bytes
-            nbytes += len(one.keys) + len(one.block_ids) + len(one.parents) + len(one.tokens) + key_bytes + 32
-        return Size(keys, nbytes)
+            blocks, first = len(one.block_ids) // m.BLOCK_ID_BYTES, one.first_block
+            if (count or blocks) and not m.blocks_fit(count, blocks, first, blocks_per_key, store=is_store):
+                raise ValueError(
+                    f"{blocks} block ids from block {first} on do not fit {count} keys of {blocks_per_key} blocks each."
+                )
+            tokens = count * namespace.groups[one.group].tokens_per_block * m.TOKEN_ID_BYTES
+            for field, what, whole in (
+                (one.parents, "parents", len(one.keys)),
+                (one.tokens, "tokens", tokens),
+                (one.before, "the key before them", namespace.key_bytes),
+            ):
+                if not isinstance(field, bytes) or len(field) not in (0, whole):
+                    raise ValueError(f"{count} keys have {whole} bytes of {what}, or none, not {field[:80]!r}.")
+            keys += count
+        if not keys:
+            raise ValueError(f"The job {self.job_id} has no keys; leave it out.")
+        if len({one.group for one in self.groups}) < len(self.groups):
+            raise ValueError(f"A group comes twice in the job {self.job_id}; put its keys into one transfer.")
 
-    def parts(self, size: Size, key_bytes: int, blocks_per_key: int, most: Size, first_id: int) -> list[Job]:
-        """Split a job of this size into jobs of at most ``most`` keys and bytes, or of one key, with consecutive ids.
+    def size(self, namespace: NamespaceSpec) -> Size:
+        """Return its keys, and the bytes that it adds to a message at most."""
+        nbytes = _empty_job_bytes(namespace) + TRANSFER_BYTES * len(self.groups)
+        for one in self.groups:
+            nbytes += len(one.keys) + len(one.block_ids) + len(one.parents) + len(one.tokens)
+        return Size(sum([len(one.keys) for one in self.groups]) // namespace.key_bytes, nbytes)
+
+    def parts(self, namespace: NamespaceSpec, blocks_per_key: int, most: Size, first_id: int) -> list[Job]:
+        """Split it into jobs of at most ``most`` keys and bytes, or of one key, with consecutive ids.
 
         Only the last one ends the lease: the daemon has accepted the others by then, and they pin their blocks.
         """
-        in_frame = size.keys * most.nbytes // size.nbytes if size.nbytes > most.nbytes else size.keys
-        most_keys = min(most.keys, max(1, in_frame))
-        parts = [
-            [
-                _slice(self.groups[place], begin, end, key_bytes, blocks_per_key, is_store=self.lease_id is None)
-                for place, begin, end in part
-                if end
-            ]
-            for part in split_keys([len(one.keys) // key_bytes for one in self.groups], most_keys)
-        ]
+        key_bytes, parts = namespace.key_bytes, list[list[GroupTransfer]]([[]])
+        left = empty = Size(most.keys, most.nbytes - _empty_job_bytes(namespace))
+        for one in self.groups:
+            count, end = len(one.keys) // key_bytes, 0
+            while end < count:
+                each = key_bytes + blocks_per_key * m.BLOCK_ID_BYTES + (len(one.parents) + len(one.tokens)) // count
+                fitting = min(left.keys, (left.nbytes - TRANSFER_BYTES) // each, count - end)
+                if fitting < 1 and parts[-1]:
+                    parts.append([])
+                    left = empty
+                    continue
+                begin, end = end, end + max(1, fitting)
+                is_store = self.lease_id is None
+                parts[-1].append(_slice(one, begin, end, key_bytes, blocks_per_key, is_store=is_store))
+                left = Size(left.keys - (end - begin), left.nbytes - TRANSFER_BYTES - (end - begin) * each)
         return [
             Job(first_id + number, part, self.lease_id, self.keep_lease or part is not parts[-1])
             for number, part in enumerate(parts)
         ]
+
+
+def _empty_job_bytes(namespace: NamespaceSpec) -> int:
+    """Return the most bytes that a job without keys adds to a frame: the columns of each group have three counts, and
+    the key before, of each job of the message."""
+    return JOB_BYTES + len(namespace.groups) * (3 * m.COUNT_BYTES + namespace.key_bytes)
 
 
 def _slice(
@@ -146,7 +191,7 @@ def batches_of(jobs: Iterable[tuple[Job, Size]], limits: m.Limits) -> list[list[
     """Return jobs, given with their sizes, in batches that fit a message each. In it all stores of a group have parents
     and tokens, or none has."""
     batches: list[list[Job]] = []
-    most, total = Size(limits.max_keys_per_submit, limits.max_frame_bytes), Size(0, 0)
+    most, total = Size.of_jobs(limits), Size(0, 0)
     has_tokens: dict[int, tuple[bool, bool]] = {}
     """Whether the stores of each group in the last batch have parents, and tokens."""
     for job, size in jobs:
@@ -280,14 +325,15 @@ class WorkerClient(Session):
         ``sole``: a number that the stores of all ranks have and no others: a block has shards of these alone, or none.
 
         Raises:
-            ValueError: a job of the same id is unfinished, or lengths in ``groups`` do not fit.
-            TypeError: keys or block ids are not bytes.
+            ValueError: a job of the same id is unfinished, or a field of a job has a wrong type, length or value. No
+                job is started then. The daemon looks at the keys and block ids: they fail jobs, not this call.
         """
         namespace = self._namespace
-        sizes = [job.checked_size(len(namespace.groups), namespace.key_bytes) for job in jobs]
+        for job in jobs:
+            job.check(namespace, self._registration.blocks_per_key)
+        if not isinstance(sole, int) or not 0 <= sole <= m.MAX_SOLE:
+            raise ValueError(f"sole is a number from 0 to {m.MAX_SOLE}, not {sole!r}.")
         ids = {job.job_id for job in jobs}
-        if max(ids, default=0) >= FIRST_PART_ID:
-            raise ValueError(f"Job ids must be below {FIRST_PART_ID}; {max(ids)} is not.")
         with self._transport.lock:
             now = self._transport.now()
             if len(ids) < len(jobs) or not ids.isdisjoint(self._jobs):
@@ -301,8 +347,8 @@ class WorkerClient(Session):
             parts_of: dict[int, list[tuple[Job, Size]]] = {}
             """Parts of each accepted job, by its id."""
             # Loads first: a prompt whose load is refused is computed, a store comes again with the next such prompt.
-            for job, size in sorted(zip(jobs, sizes, strict=True), key=lambda one: one[0].lease_id is None):
-                parts = self._cut(job, size, limits)
+            for job in sorted(jobs, key=lambda one: one.lease_id is None):
+                parts = self._cut(job, limits)
                 if len(parts) > left:
                     refused_jobs.append(job)
                     continue
@@ -389,7 +435,7 @@ class WorkerClient(Session):
         silence_s = min(silence_s, timeout_s)
         if self._transport.wait(ready, silence_s):
             return True
-        has_replied = self._owed_since > asked_at  # else that is the time of this question, or of an earlier one
+        has_replied = self._owed_since > asked_at  # a reply raises the time since which one is due
         return has_replied and self._transport.wait(ready, timeout_s - silence_s)
 
     def close(self) -> None:
@@ -401,15 +447,14 @@ class WorkerClient(Session):
 
     # --- jobs, with the lock held ----------------------------------------------------------------
 
-    def _cut(self, job: Job, size: Size, limits: m.Limits) -> list[tuple[Job, Size]]:
-        """Return the job, or its parts with ids of their own if it is too large for a message."""
-        most = Size(limits.max_keys_per_submit, limits.max_frame_bytes // 2)
-        if size.fits(most):
+    def _cut(self, job: Job, limits: m.Limits) -> list[tuple[Job, Size]]:
+        """Return the job, or its parts with ids of their own if it is too large for a message, with their sizes."""
+        namespace, most = self._namespace, Size.of_jobs(limits)
+        if (size := job.size(namespace)).fits(most):
             return [(job, size)]
-        groups, key_bytes = len(self._namespace.groups), self._namespace.key_bytes
-        parts = job.parts(size, key_bytes, self._registration.blocks_per_key, most, self._next_part_id)
+        parts = job.parts(namespace, self._registration.blocks_per_key, most, self._next_part_id)
         self._next_part_id += len(parts)
-        return [(part, part.checked_size(groups, key_bytes)) for part in parts]
+        return [(part, part.size(namespace)) for part in parts]
 
     def _refuse(self, jobs: Sequence[Job], code: ErrorCode) -> None:
         self._results += [m.JobResult(job.job_id, False, 0, 0.0, code, job.keys) for job in jobs]

@@ -46,7 +46,10 @@ Keys = Annotated[bytes, doc("Block hashes, end to end, each of the namespace's `
 Fingerprint = Annotated[
     bytes, doc("The namespace's fingerprint, 32 bytes.", min_length=FINGERPRINT_BYTES, max_length=FINGERPRINT_BYTES)
 ]
-LeaseId = Annotated[int, doc("Random, made by the scheduler. A worker that knows it may load.", ge=2**32, le=2**63 - 1)]
+MIN_LEASE_ID, MAX_LEASE_ID = 2**32, 2**63 - 1
+LeaseId = Annotated[
+    int, doc("Random, made by the scheduler. A worker that knows it may load.", ge=MIN_LEASE_ID, le=MAX_LEASE_ID)
+]
 JobId = Annotated[Count, doc("Unique among the session's unfinished jobs.")]
 Acknowledged = Annotated[Count, doc("Completions up to this number came: the daemon forgets them, even on a refusal.")]
 MAX_WORLD_SIZE = 64
@@ -641,7 +644,7 @@ def blocks_fit(keys: int, blocks: int, first_block: int, blocks_per_key: int, *,
     """Return whether these numbers of keys and engine blocks fit each other, as ``GroupBlocks`` requires."""
     end, most = first_block + blocks, keys * blocks_per_key
     least = most if store else most - blocks_per_key + 1  # a load has one block of its last key at least
-    return keys > 0 and blocks > 0 and first_block < blocks_per_key and least <= end <= most
+    return keys > 0 and blocks > 0 and 0 <= first_block < blocks_per_key and least <= end <= most
 
 
 class GroupBlocks(Wire, frozen=True):
@@ -749,6 +752,10 @@ class Loads(Wire, frozen=True):
     groups: Annotated[list[GroupBlocks], doc("Blocks to copy; each group once.", max_length=MAX_GROUPS)]
 
 
+MAX_SOLE = 2**62 - 1
+"""Largest number in ``Submit.sole``."""
+
+
 @exchange(WORKER)
 class Submit(Request[Completions], frozen=True):
     """Submits the stores and loads of one step.
@@ -763,7 +770,7 @@ class Submit(Request[Completions], frozen=True):
     acknowledged: Acknowledged = 0
     sole: Annotated[
         int,
-        doc("If not 0: these stores and no others add shards to the blocks that they begin.", ge=0, lt=2**62),
+        doc("If not 0: these stores and no others add shards to the blocks that they begin.", ge=0, le=MAX_SOLE),
     ] = 0
 
 

@@ -48,8 +48,8 @@ class DayEngine(FakeEngine):
         self._first_lease = 0
         self.scheduler.report(day.prefill_rate, 0, 0)
 
-    def _look_up(self, keys: Sequence[bytes], timeout_s: float, peer: str, *, again: bool = False) -> LookupFuture:
-        future = self._lookup = self.scheduler.lookup([GroupKeys(0, b"".join(keys))], again, reported=not again)
+    def _look_up(self, keys: Sequence[bytes], peer: str, *, again: bool) -> LookupFuture:
+        future = self.scheduler.lookup([GroupKeys(0, b"".join(keys))], again, reported=not again)
         if not again:
             self._first_lease = future.lease_id
         assert future.wait(DEADLINE_S)

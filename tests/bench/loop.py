@@ -41,6 +41,7 @@ from kvoffd.tiers.shared import SharedTier
 from kvoffd.tiers.store import Credentials, open_store
 from kvoffd.transfer.engine import CopyEngine, Transfer
 from kvoffd.transfer.plan import CopyEnd, Direction
+from kvoffd_client.namespace import NamespaceSpec
 from kvoffd_client.worker_client import GroupTransfer, Job, Size, submit_of
 from kvoffd_proto import admin as a
 from kvoffd_proto import codec
@@ -172,7 +173,7 @@ class Daemon:
         ids = np.arange(len(keys) // KEY_BYTES, dtype="<i4").tobytes()
         most = Size(self.service.config.limits.max_keys_per_submit, 1 << 20)
         job = Job(1, [GroupTransfer(0, keys, ids)])
-        for part in job.parts(job.checked_size(1, KEY_BYTES), KEY_BYTES, 1, most, 1):
+        for part in job.parts(NamespaceSpec.named("loop", key_bytes=KEY_BYTES), 1, most, 1):
             self.ask(worker, submit_of(1, b"r" * 16, KEY_BYTES, [part], 1 << 40))
 
     def fill(self, worker: Session, nbytes: int | None = None) -> int:

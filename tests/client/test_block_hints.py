@@ -13,6 +13,18 @@ from tests.kit.daemon import DaemonProcess
 pytest.importorskip("torch")
 
 
+@pytest.mark.parametrize("description", ["", "of a client that is no vLLM", "[]", "7"])
+def test_a_namespace_whose_description_is_no_json_object_has_no_hints(
+    description: str, shared_daemon: DaemonProcess
+) -> None:
+    groups = (GroupSpec(kind="full_attention", tokens_per_block=128),)
+    spec = NamespaceSpec(fingerprint_of(description), "described", 1, 32, groups, description)
+    with FakeEngine(shared_daemon.directory, spec, blocks=16, page_bytes=4096):
+        with BlockClient(shared_daemon.directory, spec.fingerprint) as blocks:
+            with pytest.raises(KeyError, match=r"tokens per block \(128 here\), hash algorithm, PYTHONHASHSEED"):
+                blocks.get(bytes(32))
+
+
 def test_a_key_that_was_never_stored_has_the_engine_s_hash() -> None:
     with DaemonProcess("8MiB") as daemon:
         groups = (GroupSpec(kind="full_attention", tokens_per_block=128),)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from kvoffd_client import AdminClient
+from kvoffd_client import AdminClient, GroupKeys
 from kvoffd_client.cli import main
 from kvoffd_client.testing import FakeEngine
 from kvoffd_proto.admin import LoggedPrompt
@@ -17,7 +17,7 @@ from kvoffd_proto.messages import Outcome, PromptReport
 from kvoffd_proto.prompts import request_sentence
 from tests.kit.daemon import DaemonProcess
 from tests.kit.waiting import wait_until
-from tests.kit.wire import books, prompt_of, reported
+from tests.kit.wire import books, keys, prompt_of, reported
 
 
 def report(name: str, outcome: str, missing: bytes = b"", reason: str = "") -> PromptReport:
@@ -138,3 +138,12 @@ def test_prompts_of_the_time_before_a_daemon_are_shown_and_not_counted(daemon: D
         with AdminClient(daemon.directory) as admin:
             wait_until(lambda: reported(admin) == [("between", {}), ("after", {"computed": 40, "pool": 60})])
             assert books(daemon.directory).namespaces[engine.namespace.fingerprint].all_prompt_tokens == 100
+
+
+def test_keys_that_are_shown_as_used_are_counted_at_once(daemon: DaemonProcess) -> None:
+    """No report follows: what waits for one takes the memory of prompts that do."""
+    with FakeEngine(daemon.directory, "tiny") as engine:
+        assert engine.store(keys(1, 2), range(2)).ok
+        engine.scheduler.show_used([GroupKeys(0, b"".join(keys(1, 2)))])
+        wait_until(lambda: books(daemon.directory).namespaces[engine.namespace.fingerprint].not_needed_keys == 2)
+        assert not books(daemon.directory).leases

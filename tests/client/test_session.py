@@ -27,7 +27,15 @@ from kvoffd_client.session import (
     Phase,
     Session,
 )
-from kvoffd_client.worker_client import DARK_PATIENCE_S, JOB_PATIENCE_S, GroupTransfer, Job, Size, submit_of
+from kvoffd_client.worker_client import (
+    DARK_PATIENCE_S,
+    JOB_PATIENCE_S,
+    SUBMIT_BYTES,
+    GroupTransfer,
+    Job,
+    Size,
+    submit_of,
+)
 from kvoffd_proto import codec, lifeline
 from kvoffd_proto import messages as m
 from kvoffd_proto.errors import ErrorCode
@@ -35,7 +43,7 @@ from kvoffd_proto.events import session_topic
 from kvoffd_proto.messages import PROTOCOL_VERSION, PageRef, TensorLayout
 from tests.kit.submitted import jobs_in
 
-SPEC = NamespaceSpec.named("paper")
+SPEC = NamespaceSpec.named("paper", groups=[m.GroupSpec("full_attention", 8)])
 OPTIONS = ClientOptions()
 LIMITS = m.Limits(100_000, 5000, 1000, 10, 100, 10_000, 4, 64)
 EPOCH, SESSION_ID = 77, 5
@@ -56,6 +64,8 @@ class PaperLink:
         self.opens = 0
         self.refuse_to_open = False
         self.full = False
+        self.full_after: int | None = None
+        """Messages that it still takes; None for all."""
 
     def start(self, session: Session) -> None:
         self._session = session
@@ -87,9 +97,12 @@ class PaperLink:
         self.attached.append(message.segment_id)
 
     def send(self, frame: bytes) -> bool:
-        if not self.full:
-            self.sent.append(codec.decode_request(frame))
-        return not self.full
+        if self.full or self.full_after == 0:
+            return False
+        if self.full_after is not None:
+            self.full_after -= 1
+        self.sent.append(codec.decode_request(frame))
+        return True
 
     def disconnect(self, *, drain: bool) -> None:
         self.is_open = False
@@ -660,23 +673,32 @@ def test_stores_with_tokens_go_out_in_messages_of_their_own(worker: WorkerClient
 
 def test_the_parts_of_a_job_are_the_job() -> None:
     """Nothing is lost, nothing is there twice, and no part is larger than the daemon takes."""
-    for seed in range(50):
+    for seed in range(200):
         check_parts(random.Random(seed))
+
+
+UNEQUAL = NamespaceSpec.named(
+    "unequal", groups=[m.GroupSpec("full_attention", tokens) for tokens in (0, 2, 300)], key_bytes=32
+)
 
 
 def check_parts(rng: random.Random) -> None:
     groups = []
-    for group in (0, 1):
-        count, first = rng.randrange(1, 60), rng.randrange(4)
+    for group, spec in enumerate(UNEQUAL.groups):
+        count, first = rng.choice((0, rng.randrange(1, 60))), rng.randrange(4)
         end = rng.randrange(4 * count - 3, 4 * count + 1)
-        if end > first:
-            links = (rng.randbytes(32 * count), rng.randbytes(64 * count)) if rng.random() < 0.7 else ()
+        if not count:
+            groups.append(GroupTransfer(group, b"", b""))
+        elif end > first:
+            links = (rng.randbytes(32 * count), rng.randbytes(4 * spec.tokens_per_block * count))
             keys, ids = rng.randbytes(32 * count), rng.randbytes(4 * (end - first))
-            groups.append(GroupTransfer(group, keys, ids, first, *links))
+            groups.append(GroupTransfer(group, keys, ids, first, *links[: 2 * (rng.random() < 0.7)]))
     lease, prompt = rng.choice((None, 2**32)), rng.randbytes(32)
     job = Job(1, [one._replace(before=b"" if lease else prompt) for one in groups], lease)
-    most = Size(10, rng.choice((500, 50_000)))
-    parts = job.parts(job.checked_size(64, 32), 32, 4, most, 100)
+    most = Size(10, rng.choice((500, 3_000, 50_000)))
+    if not job.size(UNEQUAL).keys:
+        return
+    parts = job.parts(UNEQUAL, 4, most, 100)
     assert [part.job_id for part in parts] == list(range(100, 100 + len(parts)))
     for one in groups:
         cut = [some for part in parts for some in part.groups if some.group == one.group]
@@ -686,11 +708,75 @@ def check_parts(rng: random.Random) -> None:
         befores = [prompt, *(some.keys[-32:] for some in cut)][: len(cut)]
         assert [some.before for some in cut] == ([b""] * len(cut) if lease else befores)
     for part in parts:
-        assert part.checked_size(64, 32).keys <= 10
+        size = part.size(UNEQUAL)
+        assert size.fits(most) or size.keys == 1
+        assert size.keys, "the daemon refuses a message with an empty job"
         message = submit_of(1, b"r" * 16, 32, [part])
-        assert len(codec.encode(message)) <= max(2 * most.nbytes, 32 * 8)
+        assert len(codec.encode(message)) <= size.nbytes + SUBMIT_BYTES
         (sent,) = jobs_in(message)
         assert sent.groups == part.groups
+
+
+def test_a_job_of_groups_with_unequal_tokens_goes_out_in_frames_that_the_daemon_takes(
+    worker: WorkerClient, link: PaperLink
+) -> None:
+    """By the mean of its keys, each of the last ones has less than it has."""
+    spec = NamespaceSpec.named("unequal", groups=[m.GroupSpec("full_attention", tokens) for tokens in (1, 2000)])
+    worker._namespace, worker._limits = spec, msgspec.structs.replace(LIMITS, max_frame_bytes=50_000)
+    groups = [
+        GroupTransfer(at, bytes(32 * 50), bytes(4 * 50), 0, bytes(32 * 50), bytes(4 * tokens * 50))
+        for at, tokens in enumerate((1, 2000))
+    ]
+    submit(worker, link, 0.0, Job(1, groups))
+    sent = [(part.group, len(part.keys) // 32) for (job,) in jobs_sent(link) for part in job.groups]
+    assert not worker._results
+    assert sent == [(0, 50), (1, 5), *[(1, 6)] * 7, (1, 3)]
+
+
+def test_jobs_of_many_groups_go_out_in_frames_that_the_daemon_takes(worker: WorkerClient, link: PaperLink) -> None:
+    """Each group of a message has numbers for each of its jobs."""
+    worker._namespace = NamespaceSpec.named("many", groups=[m.GroupSpec("full_attention", 0)] * 60)
+    worker._limits = msgspec.structs.replace(LIMITS, max_frame_bytes=50_000, max_jobs_in_flight=60)
+    jobs = [Job(at, [GroupTransfer(at, bytes(32), bytes(4), before=bytes(31) + b"x")]) for at in range(60)]
+    submit(worker, link, 0.0, *jobs)
+    assert not worker._results
+    assert [job.job_id for jobs in jobs_sent(link) for job in jobs] == [*range(60)]
+    assert len(jobs_sent(link)) > 1
+
+
+@pytest.mark.parametrize(
+    ("wrong", "sentence"),
+    [
+        (Job(1, []), "has no keys"),
+        (Job(1, [GroupTransfer(0, b"", b"")]), "has no keys"),
+        (Job(-1, TRANSFER), "Job ids are numbers from 0"),
+        (Job("1", TRANSFER), "Job ids are numbers from 0"),  # type: ignore[arg-type]
+        (Job(1, TRANSFER, 0), "has no lease of a lookup, but 0"),
+        (Job(1, TRANSFER, 2**32, 1), "keep_lease is True or False, not 1"),  # type: ignore[arg-type]
+        (Job(1, TRANSFER * 2), "A group comes twice"),
+        (Job(1, [GroupTransfer("0", b"k" * 64, bytes(8))]), "group is an int, not str"),  # type: ignore[arg-type]
+        (Job(1, [GroupTransfer(1, b"k" * 64, bytes(8))]), "groups 0 to 0, not 1"),
+        (Job(1, [GroupTransfer(0, "k" * 64, bytes(8))]), "are bytes, end to end, not str"),  # type: ignore[arg-type]
+        (Job(1, [GroupTransfer(0, b"k" * 63, bytes(8))]), "whole number"),
+        (Job(1, [GroupTransfer(0, b"k" * 64, bytes(7))]), "4 for each"),
+        (Job(1, [GroupTransfer(0, b"k" * 64, [0, 1])]), "4 for each"),  # type: ignore[arg-type]
+        (Job(1, [GroupTransfer(0, b"k" * 64, bytes(4))]), "1 block ids from block 0 on do not fit 2 keys"),
+        (Job(1, [GroupTransfer(0, b"k" * 64, bytes(12), -1)]), "from block -1 on do not fit"),
+        (Job(1, [GroupTransfer(0, b"k" * 64, bytes(8), 0, bytes(32))]), "2 keys have 64 bytes of parents, or none"),
+        (Job(1, [GroupTransfer(0, b"k" * 64, bytes(8), 0, bytes(64), bytes(60))]), "2 keys have 64 bytes of tokens"),
+        (Job(1, [GroupTransfer(0, b"k" * 64, bytes(8), before=b"k")]), "32 bytes of the key before them"),
+    ],
+)
+def test_a_job_that_is_none_is_refused_before_any_is_sent(
+    worker: WorkerClient, link: PaperLink, wrong: Job, sentence: str
+) -> None:
+    """The daemon refuses a message as a whole: all jobs of the step would fail."""
+    with pytest.raises(ValueError, match=sentence):
+        submit(worker, link, 0.0, Job(7, TRANSFER), wrong)
+    for sole in (-1, 2**62, "1"):
+        with pytest.raises(ValueError, match="sole is a number from 0"):
+            worker.submit([Job(7, TRANSFER)], sole=sole)  # type: ignore[arg-type]
+    assert (worker.unfinished, worker._sent, worker._results, link.count(m.Submit)) == (0, {}, [], 0)
 
 
 def covered(part: GroupTransfer) -> list[tuple[bytes, int, bytes]]:
@@ -706,14 +792,14 @@ def covered(part: GroupTransfer) -> list[tuple[bytes, int, bytes]]:
 
 def test_a_large_lookup_is_asked_in_parts_under_one_lease(scheduler: SchedulerClient, link: PaperLink) -> None:
     scheduler._limits = msgspec.structs.replace(LIMITS, max_keys_per_request=3)
-    groups = [m.GroupKeys(0, bytes(range(160))), m.GroupKeys(1, bytes(range(64)))]
+    groups = [m.GroupKeys(0, bytes(range(160))), m.GroupKeys(0, bytes(range(64)))]
     future = look_up(scheduler, link, 0.0, groups)
     parts = [message for message in link.sent if isinstance(message, m.Lookup)]
     assert {part.lease_id for part in parts} == {parts[0].lease_id}
     assert [[(one.group, len(one.keys) // 32) for one in part.groups] for part in parts] == [
         [(0, 3)],
-        [(0, 2), (1, 1)],
-        [(1, 1)],
+        [(0, 2), (0, 1)],
+        [(0, 1)],
     ]
     answers = [([b"\2\2\2"], 3), ([b"\2\0", b"\2"], 5), ([b"\0"], 5)]  # pinned under the lease by then
     for part, (states, pinned) in zip(parts, answers, strict=True):
@@ -745,3 +831,63 @@ def test_a_lookup_with_a_refused_part_holds_nothing(scheduler: SchedulerClient, 
     release = link.last(m.Release)
     assert release.lease_ids == [future.lease_id]
     assert not scheduler._leases
+
+
+def test_a_lookup_whose_first_part_is_refused_holds_nothing_of_the_others(
+    scheduler: SchedulerClient, link: PaperLink
+) -> None:
+    """Also if the answer of an earlier part comes when a later one could not be sent."""
+    scheduler._limits = msgspec.structs.replace(LIMITS, max_keys_per_request=1)
+    future = look_up(scheduler, link, 0.0, KEYS)
+    first, second = (message for message in link.sent if isinstance(message, m.Lookup))
+    scheduler.on_reply(m.Error(first.request_id, ErrorCode.TOO_MANY, "Too many."), 0.1)
+    assert future.failed
+    answered = len(link.sent)
+    scheduler.on_reply(m.LookupReply(second.request_id, second.lease_id, [b"\2"], 1, 10_000), 0.2)
+    assert [one.lease_ids for one in link.sent[answered:] if isinstance(one, m.Release)] == [[future.lease_id]]
+
+    link.full_after = 1
+    future = look_up(scheduler, link, 1.0, KEYS)
+    assert future.failed, "its second part was not sent"
+    link.full_after = None
+    sent = link.last(m.Lookup)
+    scheduler.on_reply(m.LookupReply(sent.request_id, sent.lease_id, [b"\2"], 1, 10_000), 1.1)
+    assert link.last(m.Release).lease_ids == [future.lease_id]
+
+
+# --- calls that make no sense ------------------------------------------------------------------------
+
+
+WRONG_CALLS: dict[str, tuple[Callable[[SchedulerClient], object], str]] = {
+    "text for keys": (lambda one: one.lookup([m.GroupKeys(0, "k" * 64)]), "are bytes, end to end, not str"),  # type: ignore[arg-type]
+    "list of keys": (lambda one: one.lookup([m.GroupKeys(0, [bytes(32)])]), "are bytes, end to end, not list"),  # type: ignore[arg-type]
+    "part of a key": (lambda one: one.lookup([m.GroupKeys(0, bytes(33))]), "33 bytes are not a whole number of keys"),
+    "unknown group": (lambda one: one.lookup([m.GroupKeys(1, bytes(32))]), "groups 0 to 0, not 1"),
+    "too many groups": (lambda one: one.lookup(KEYS * 65), "64 groups at most, not 65"),
+    "peer": (lambda one: one.lookup(KEYS, peer="x" * 254), r"Lookup.peer: Expected `str` of length <= 253\.$"),
+    "giver": (lambda one: one.lookup(KEYS, giver=-1), r"Lookup.giver: Expected `int` >= 0\.$"),
+    "type that has no bytes": (lambda one: one.lookup(KEYS, giver=object()), "Lookup: .*unsupported"),  # type: ignore[arg-type]
+    "number too large": (lambda one: one.lookup(KEYS, giver=1 << 70), "Lookup: can't serialize ints"),
+    "keys in use": (lambda one: one.show_used([m.GroupKeys(1, bytes(32))]), "groups 0 to 0, not 1"),
+    "lease": (lambda one: one.release(7), r"Release.lease_ids\[0\]: Expected `int` >= 4294967296"),
+    "invalid keys": (lambda one: one.invalidate([m.GroupKeys(0, bytes(31))]), "whole number of keys"),
+    "action": (lambda one: one.hint("keep", KEYS), "Hint.action: Invalid enum value 'keep'"),  # type: ignore[arg-type]
+    "hinted keys": (lambda one: one.hint(m.HintAction.RETAIN, [m.GroupKeys(0, bytes(31))]), "whole number of keys"),
+    "priority": (lambda one: one.hint(m.HintAction.RETAIN, KEYS, 101), "Hint.priority: Expected `int` <= 100"),
+    "time": (lambda one: one.hint(m.HintAction.RETAIN, KEYS, 1, -1.0), "Hint.ttl_s: Expected `float` >= 0"),
+    "rate": (lambda one: one.report(-1.0, 0, 0), "ReportEngine.prefill_tokens_per_second: Expected `float` >= 0"),
+    "prompt": (
+        lambda one: one.report_prompt(m.PromptReport("x" * 129, 0.0, 1, 1, 1, 0, 0, "missed")),
+        r"ReportPrompts.prompts\[0\]\[0\]: Expected `str` of length <= 128",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_CALLS)
+def test_a_wrong_call_is_refused_and_changes_nothing(scheduler: SchedulerClient, link: PaperLink, name: str) -> None:
+    """The daemon would refuse it in its log only, or the keys of others with it."""
+    call, sentence = WRONG_CALLS[name]
+    sent = len(link.sent)
+    with pytest.raises(ValueError, match=sentence):
+        call(scheduler)
+    assert (len(link.sent), scheduler._unanswered, scheduler._pending, len(scheduler._reports)) == (sent, {}, {}, 0)

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 import kvoffd_client
-from kvoffd_client import DaemonUnavailable, ErrorCode, GroupTransfer, JobResult, RequestRefused
+from kvoffd_client import DaemonUnavailable, ErrorCode, GroupTransfer, JobResult, LookupFuture, RequestRefused
 from kvoffd_client.health_request import ask_health
 from kvoffd_client.testing import FakeEngine, running_daemon
 from kvoffd_proto import messages as m
 from tests.kit.daemon import DaemonProcess
 from tests.kit.fake_daemon import FakeDaemon
-from tests.kit.waiting import LONGER_THAN_A_TEST_S
+from tests.kit.waiting import LONGER_THAN_A_TEST_S, wait_until
 from tests.kit.wire import keys
 
 PAGE = Path(kvoffd_client.__file__).parents[1] / "ENGINE.md"
@@ -47,8 +47,12 @@ def test_nonsense_is_an_error_of_the_caller(shared_daemon: DaemonProcess) -> Non
                 call(keys(0, 1), [0])
             with pytest.raises(ValueError, match="but not"):
                 call(keys(0), [4])
-        with pytest.raises(ValueError, match="32 bytes"):
-            engine.lookup([b"short"])
+        assert engine.store(keys(0), [0]).ok
+        assert engine.lookup(keys(0)) == 1
+        for wrong, sentence in ((b"short", "32 bytes"), ("x" * 32, "bytes, not str")):
+            with pytest.raises(ValueError, match=sentence):
+                engine.lookup([wrong])  # type: ignore[list-item]
+        assert engine.load(keys(0), [1]).ok, "the lease of the lookup before is kept"
     with pytest.raises(ValueError, match="at least 1"):
         FakeEngine(shared_daemon.directory, layers=0)
 
@@ -64,6 +68,31 @@ def test_a_refusal_is_raised_without_waiting(fake: FakeDaemon) -> None:
     fake.answers[m.Register] = lambda request, _: m.Error(request.request_id, ErrorCode.BAD_GEOMETRY, "Does not fit.")
     with pytest.raises(RequestRefused, match="Does not fit"):
         FakeEngine(fake.directory, connect_timeout_s=LONGER_THAN_A_TEST_S)
+
+
+def test_the_lookup_before_one_that_is_interrupted_is_released_too(
+    fake: FakeDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks that come up are asked for again, under another lease."""
+
+    def answer(request: m.AnyRequest, _: object) -> m.AnyReply:
+        assert isinstance(request, m.Lookup)
+        return m.LookupReply(request.request_id, request.lease_id, [bytes([m.PENDING])], 0, 600_000)
+
+    def wait(found: LookupFuture, timeout_s: float) -> bool:
+        waited.append(found.lease_id)
+        if len(waited) > 1:
+            raise KeyboardInterrupt
+        return wait_for_answer(found, timeout_s)
+
+    waited, wait_for_answer = list[int](), LookupFuture.wait
+    fake.answers[m.Lookup] = answer
+    monkeypatch.setattr(LookupFuture, "wait", wait)
+    with FakeEngine(fake.directory, layers=1, blocks=2) as engine:
+        with pytest.raises(KeyboardInterrupt):
+            engine.lookup(keys(0))
+        engine.release()
+        wait_until(lambda: {*waited} <= {one.lease_ids[0] for one in fake.requests if isinstance(one, m.Release)})
 
 
 def test_a_store_that_takes_too_long_is_given_up(fake: FakeDaemon) -> None:
@@ -90,7 +119,7 @@ def test_lists_become_bytes_and_bytes_are_asked_for(shared_daemon: DaemonProcess
     for ids in ([-(2**31) - 1], [2**31], [1.5]):
         with pytest.raises(ValueError, match="Block ids are whole numbers"):
             GroupTransfer.of(keys, ids)  # type: ignore[arg-type]
-    with FakeEngine(shared_daemon.directory) as engine, pytest.raises(TypeError, match=r"GroupTransfer\.of"):
+    with FakeEngine(shared_daemon.directory) as engine, pytest.raises(ValueError, match=r"GroupTransfer\.of"):
         engine.workers[0].store(1, [GroupTransfer(0, b"".join(keys), [0, 1])])  # type: ignore[arg-type]
 
 

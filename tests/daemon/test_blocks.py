@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -17,10 +18,16 @@ from kvoffd_client import (
     AdminClient,
     BlockClient,
     DaemonUnavailable,
+    ErrorCode,
     GroupKeys,
     GroupTransfer,
     Job,
+    JobResult,
+    KeyState,
     KvoffdClientError,
+    LookupFuture,
+    RequestRefused,
+    RequestTimeout,
 )
 from kvoffd_client.testing import FakeEngine
 from tests.kit.checked import flip
@@ -176,6 +183,39 @@ WRONG: dict[str, tuple[Callable[[BlockClient, list[list[Any]]], object], type[Ex
         ValueError,
         r"The layers of rank 0 are a list of tensors, not Tensor; give list\(tensor\)",
     ),
+    "text for a layer": (
+        lambda blocks, kv: blocks.put(NEW, [["x" * 1024] * 4] * 2), ValueError, "array of numbers, not str"
+    ),
+    "bytes for a layer": (
+        lambda blocks, kv: blocks.put(NEW, [[b"x" * PAGE_BYTES] * 4] * 2), ValueError, "array of numbers, not bytes"
+    ),
+    "list for a layer": (
+        lambda blocks, kv: blocks.put(NEW, [[[1] * (PAGE_BYTES // 8)] * 4] * 2), ValueError, "of numbers, not list"
+    ),
+    "number for a layer": (lambda blocks, kv: blocks.put(NEW, [[7] * 4] * 2), ValueError, "of numbers, not int"),
+    "array of text": (
+        lambda blocks, kv: blocks.put(NEW, [[np.full(1024, "x")] * 4] * 2), ValueError, "of numbers, not ndarray"
+    ),
+    "number for a shape": (
+        lambda blocks, kv: blocks.get(KEYS[0], shape=8),  # type: ignore[arg-type]
+        ValueError,
+        "shape is a list or tuple of ints, not int",
+    ),
+    "text in a shape": (
+        lambda blocks, kv: blocks.get(KEYS[0], shape=["8"]),  # type: ignore[list-item]
+        ValueError,
+        "shape is a list or tuple of ints, not ",
+    ),
+    "text for keys": (
+        lambda blocks, kv: list(blocks.keys(prefix_of=b"x" * 32)),  # type: ignore[arg-type]
+        ValueError,
+        "prefix_of is a list or tuple of keys, not bytes",
+    ),
+    "part of a page": (
+        lambda blocks, kv: list(blocks.keys(limit=1.5)),  # type: ignore[arg-type]
+        ValueError,
+        "1 to 4096 keys, not 1.5",
+    ),
     "objects": (lambda blocks, kv: blocks.put(NEW, [[object()] * 4] * 2), ValueError, "array of numbers, not object"),
     "layers of one rank": (
         lambda blocks, kv: blocks.put(NEW, kv[0]),
@@ -199,11 +239,19 @@ def test_a_wrong_call_is_refused_with_its_sentence(name: str, blocks: BlockClien
     kv = both_ranks(blocks, KEYS[0])
     with pytest.raises(error, match=sentence):
         call(blocks, kv)
+    assert NEW not in list(blocks.keys())
 
 
 def test_an_unknown_namespace_is_refused(shared_daemon: DaemonProcess) -> None:
     short = "A fingerprint has 32 bytes, not 3; give its first digits as text"
-    for namespace, timeout_s, sentence in ((b"abc", 1.0, short), (LABEL, 0.0, "not 0.0")):
+    wrong: list[tuple[Any, Any, str]] = [
+        (b"abc", 1.0, short),
+        (7, 1.0, "namespace is a label or a fingerprint, str or bytes, not int"),
+        (LABEL, 0.0, "not 0.0"),
+        (LABEL, float("nan"), "not nan"),
+        (LABEL, "1", "not 1"),
+    ]
+    for namespace, timeout_s, sentence in wrong:
         with pytest.raises(ValueError, match=sentence):
             BlockClient(shared_daemon.directory, namespace, timeout_s=timeout_s)
     there = f"The kvoffd daemon in {shared_daemon.directory} has no namespace with the "
@@ -324,6 +372,85 @@ def test_a_put_replaces_blocks_that_nobody_uses(
     assert blocks.put(key, kv)
     assert books(shared_daemon.directory).ready_blocks == before, "one went for it"
     assert both_ranks(blocks, key)[1][0].equal(kv[1][0])
+
+
+@pytest.mark.parametrize("end", ["refused", "late", "interrupted"])
+def test_a_call_that_fails_releases_what_it_leased(
+    shared_daemon: DaemonProcess, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    """Also if it had looked the block up before: the daemon would pin that for ten minutes."""
+    engine.release()
+    wait_until(lambda: not books(shared_daemon.directory).leases)
+    with BlockClient(shared_daemon.directory, LABEL, timeout_s=1.0) as blocks:
+        look_up, lookups = blocks._scheduler.lookup, list[LookupFuture]()
+
+        def lookup(groups: Sequence[GroupKeys], **given: bool) -> LookupFuture:
+            if lookups and end != "interrupted":
+                lookups.append(LookupFuture(0, done=end == "refused", failed=True))
+            else:
+                lookups.append(found := look_up(groups, **given))
+                assert found.wait(10)
+                assert found.leased
+                found.states = [bytes([KeyState.PENDING])]
+            return lookups[-1]
+
+        def interrupt(seconds: float) -> None:
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(blocks._scheduler, "lookup", lookup)
+        if end == "interrupted":
+            monkeypatch.setattr(time, "sleep", interrupt)
+        with pytest.raises(KeyboardInterrupt if end == "interrupted" else DaemonUnavailable):
+            blocks.get(KEYS[0])
+        assert lookups[0].leased
+        monkeypatch.undo()
+        wait_until(lambda: not books(shared_daemon.directory).leases)
+
+
+def test_a_put_of_which_one_rank_is_late_ends_that_of_the_others(
+    shared_daemon: DaemonProcess, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They would still read the memory, which the next call uses."""
+    with BlockClient(shared_daemon.directory, LABEL, timeout_s=1.0) as blocks:
+        kv, fenced = both_ranks(blocks, KEYS[0]), list[int]()
+        for rank, worker in enumerate(blocks._workers):
+            monkeypatch.setattr(worker, "fence", lambda ids, timeout_s, rank=rank: fenced.append(rank))
+        monkeypatch.setattr(blocks._workers[0], "submit", lambda *given: None)
+        with pytest.raises(RequestTimeout):
+            blocks.put(NEW, kv)
+        assert fenced == [0, 1]
+
+
+def test_a_block_that_is_replaced_during_each_read_is_not_ready(
+    blocks: BlockClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads = list[int]()
+
+    def replaced(key: bytes, group: int, ranks: Sequence[int], lease_id: int | None) -> list[JobResult]:
+        reads.append(1)
+        return [JobResult(1, False, 0, 0.0, ErrorCode.NOT_READY)]
+
+    monkeypatch.setattr(blocks, "_copy", replaced)
+    with pytest.raises(RequestRefused) as refused:
+        blocks.get(KEYS[0])
+    assert (refused.value.code, len(reads)) == (ErrorCode.NOT_READY, 3)
+
+
+def test_a_closed_client_has_no_memory_and_says_that_it_is_closed(
+    shared_daemon: DaemonProcess, engine: FakeEngine
+) -> None:
+    def mapped() -> int:
+        return Path("/proc/self/maps").read_text().count("memfd:kvoffd-blocks")
+
+    before = mapped()
+    blocks = BlockClient(shared_daemon.directory, LABEL)
+    kv = both_ranks(blocks, KEYS[0])
+    assert mapped() > before
+    blocks.close()
+    assert mapped() == before
+    for call in (lambda: blocks.get(KEYS[0]), lambda: blocks.put(NEW, kv), lambda: list(blocks.keys())):
+        with pytest.raises(DaemonUnavailable, match="closed"):
+            call()
 
 
 def test_a_put_that_is_late_leaves_no_shard(

@@ -352,6 +352,8 @@ def test_jobs_that_fail_say_why_and_with_which_keys() -> None:
     worker.submit_load(2, KEYED, BLOCKS)
     bad, unknown = FailedJob(ErrorCode.BAD_BLOCK_IDS, KEYS), FailedJob(ErrorCode.UNKNOWN_LEASE, KEYS)
     assert failures(worker) == {1: bad, 2: unknown}
+    worker.submit_store(4, GPULoadStoreSpec([], group_sizes=[0], block_indices=[0]), KeyedSpec((b"",)))
+    assert failures(worker)[4].error is ErrorCode.BAD_BLOCK_IDS, "the client refuses a job without keys"
     assert client.messages == [], "nothing was sent"
     worker.submit_store(3, BLOCKS, KEYED)
     client.results = [JobResult(3, False, 0, 0.1, ErrorCode.COPY_FAILED, [])]
