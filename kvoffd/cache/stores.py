@@ -266,7 +266,8 @@ class BlockStores:
         """Count the keys that got no space or were rejected, and remember why they have no block."""
         ticket, keys = offer.ticket, offer.part.keys
         group, size = ticket.group, ticket.group.key_bytes
-        ticket.no_space.sort()
+        ticket.no_space.sort()  # the keys of newer prompts come first
+        ticket.rejected.sort()
         if ticket.no_space:
             cause = self._space.no_space_cause(group, int(offer.prompts.max()))
             reason = MissReason.QUOTA if cause == "quota" else MissReason.NO_SPACE

@@ -272,6 +272,27 @@ def test_prompts_grow_at_the_cost_of_older_ones_alone() -> None:
     assert rig.states(namespace, keys_of(*range(100, 116))) == [R] * 16
 
 
+def test_rejected_keys_of_several_prompts_are_named_in_order_and_are_those_that_are_remembered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The newest prompt looks for space first; of its message a client is told by ascending numbers."""
+    rig, begins = full_rig(32, 8), (200, 300, 100)
+    namespace = rig.open("a")
+    for begin in sorted(begins):
+        extend(rig, namespace, range(begin, begin + 8), begin)
+    rig.store(namespace, keys_of(*range(50, 58)))
+    every = rig.policy.first
+    monkeypatch.setattr(rig.policy, "first", lambda count, below=inf: every(count if below == inf else 0))
+    monkeypatch.setattr(rig.policy, "admit", lambda group, keys, starts: Admission([(len(keys) // 8, 1.0)], -inf))
+    monkeypatch.setattr(rig.policy, "rejected", lambda group, keys: None)
+    before = {0: keys_of(207), 1: keys_of(307), 3: keys_of(107)}
+    part = StorePart(0, keys_of(208, 308, 50, 108), {}, (0, 1, 2, 3), before)
+    (stored,) = rig.cache.stores.begin(namespace, 0, [part])
+    assert stored.rejected == [0, 1, 3]
+    reasons = rig.cache.blocks.miss_reasons(namespace.group(0), keys_of(208, 308, 108))
+    assert reasons == bytes([MissReason.REJECTED]) * 3
+
+
 def test_where_nothing_may_go_two_prompts_of_a_store_look_for_space(monkeypatch: pytest.MonkeyPatch) -> None:
     """The oldest for all of them, then the newest, which may evict all that others may."""
     rig, begins = full_rig(32, 8), range(100, 500, 100)
