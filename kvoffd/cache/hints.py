@@ -258,7 +258,8 @@ class HintedOrder:
                     break
                 left -= 1
                 if within in (self, one.wish.namespace):
-                    may_take -= one.nbytes
+                    if not own:  # what was its own leaves the session's bytes as they were
+                        may_take -= one.nbytes
                     self._end(one)
 
     def _end(self, one: Retention) -> None:
@@ -405,12 +406,12 @@ class HintedOrder:
         hints = list(zip(blocks.tolist(), self._live_of(blocks), strict=True))
         others = [block for block, hint in hints if hint is None]
         retained = [block for block, hint in hints if hint is not None and block not in hint.aside]
-        # ``self.remove`` ends hints, and ``self.insert`` makes awaited ones: retained blocks move in the policy alone.
+        # ``self.remove`` ends hints, so that retained blocks move in the policy alone. ``self.insert`` is for blocks that
+        # became READY: who asked for the others since is known, and must stay known.
         for order, numbers in ((self, others), (self._policy, retained)):
             for group, members in self._blocks.by_group(np.array(numbers, np.uint32)):
-                keys = self._blocks.keys(members, group.key_bytes)
-                order.remove(group, members, keys)
-                order.insert(group, members, keys)
+                order.remove(group, members, self._blocks.keys(members, group.key_bytes))
+                self._insert(group, members)
 
     def admit(self, group: Group, keys: bytes, starts: Sequence[int]) -> Admission:
         """As the policy's; keys of blocks that a hint retains are always admitted."""

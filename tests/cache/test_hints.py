@@ -465,3 +465,31 @@ def test_pinned_blocks_that_are_passed_over_keep_their_hints(policy: str, monkey
     assert rig.cache.order.retained_bytes == 2 * rig.unit
     order = np.concatenate([*rig.cache.order.candidates()]).tolist()
     assert len(order) == len(set(order)) == BLOCKS
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_pinned_blocks_that_are_passed_over_stay_those_of_all_who_asked_for_them(
+    policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another prompt found them in the pool; the first asked for them before they were there."""
+    monkeypatch.setattr("kvoffd.cache.victims.MAX_SKIPPED_PINNED", 2)
+    rig = Hinted(policy)
+    rig.put(1, 2, 3, 4)
+    rig.look(rig.namespace, keys_of(1, 2, 3, 4), giver=2)
+    rig.cache.lookup(rig.namespace, 1, 5, [(0, keys_of(1, 2, 3, 4))], giver=2)
+    rig.fill(100, 2 * BLOCKS)
+    rig.cache.leases.end(1, [5])
+    rig.hint("release", 1, 2, 3, 4)
+    assert rig.namespace.counters.released_blocks == 0
+
+
+def test_a_session_gets_its_share_though_it_displaces_some_of_its_own() -> None:
+    rig = Hinted()
+    rig.put(*range(100, 112))
+    rig.put(*range(4))
+    rig.hint("retain", *range(100, 112), priority=100, giver=2, session=2)
+    rig.hint("retain", *range(4), priority=0)
+    rig.put(*range(10, 22))
+    rig.hint("retain", *range(10, 22), priority=50)
+    assert rig.cache.order._retained_bytes_of == {session: MAX_RETAINED // 2 * rig.unit for session in (1, 2)}
+    check_invariants(rig.cache)
