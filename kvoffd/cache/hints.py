@@ -401,13 +401,21 @@ class HintedOrder:
             blocks = blocks[~outside]
         self._policy.remove(group, blocks, keys)
 
+    def follow(self, before: int, blocks: BlockIds) -> None:
+        """As the policy's, for blocks that ``insert`` just added. Nothing moves if the policy does not have the one
+        before them: it was set aside or released."""
+        number = int(self._hint_of[before])
+        one = self._retentions.get(number) or self._ended.get(number)
+        if number != RELEASED and (one is None or before not in one.aside):
+            self._policy.follow(before, blocks)
+
     def make_newest(self, blocks: BlockIds) -> None:
         """Move blocks to the end of the policy's order. Retained ones keep their hints."""
         hints = list(zip(blocks.tolist(), self._live_of(blocks), strict=True))
         others = [block for block, hint in hints if hint is None]
         retained = [block for block, hint in hints if hint is not None and block not in hint.aside]
-        # ``self.remove`` ends hints, so that retained blocks move in the policy alone. ``self.insert`` is for blocks that
-        # became READY: who asked for the others since is known, and must stay known.
+        # ``self.remove`` ends hints, so that retained blocks move in the policy alone. ``self.insert`` is for blocks
+        # that became READY: who asked for the others since is known, and must stay known.
         for order, numbers in ((self, others), (self._policy, retained)):
             for group, members in self._blocks.by_group(np.array(numbers, np.uint32)):
                 order.remove(group, members, self._blocks.keys(members, group.key_bytes))
@@ -418,7 +426,8 @@ class HintedOrder:
         runs, lowest = self._policy.admit(group, keys, starts)
         if self._awaited:
             scores = [score for length, score in runs for _ in range(length)]
-            for at, key in enumerate(np.frombuffer(keys, group.namespace.key_type).tolist()):
+            split = np.frombuffer(keys, group.namespace.key_type).tolist()
+            for at, key in enumerate(split):
                 if self._awaited.get((group.number, key)) is not None:
                     scores[at] = inf
             runs = [(len(list(run)), score) for score, run in groupby(scores)]

@@ -99,10 +99,11 @@ class StorePart(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class StoreTicket:
-    """One part of a rank's store, until its end. Indices are those of the part's keys, and ascending in each list once the
-    store has begun; keys in no list are present, or their block belongs to another store."""
+    """One part of a rank's store, until its end. Indices are those of the part's keys, and ascending in each list once
+    the store has begun; keys in no list are present, or their block belongs to another store."""
 
     group: Group
+    part: StorePart
     blocks: BlockIds
     """Block of each key to copy. Until slots are allocated, only of keys that had one."""
     slots: SlotIds

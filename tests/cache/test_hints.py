@@ -12,6 +12,7 @@ from kvoffd.cache.awaited_keys import MAX_AWAITED
 from kvoffd.cache.hints import AWAITED_S, RETAINED_SHARE
 from kvoffd.cache.namespace import Namespace
 from kvoffd.cache.prefetches import ASKED_AT_ONCE
+from kvoffd.cache.tickets import StorePart
 from kvoffd_proto.messages import HintAction
 from tests.kit.amount import TIMES
 from tests.kit.slot_cache import CacheRig, check_invariants, keys_of
@@ -491,5 +492,25 @@ def test_a_session_gets_its_share_though_it_displaces_some_of_its_own() -> None:
     rig.hint("retain", *range(4), priority=0)
     rig.put(*range(10, 22))
     rig.hint("retain", *range(10, 22), priority=50)
-    assert rig.cache.order._retained_bytes_of == {session: MAX_RETAINED // 2 * rig.unit for session in (1, 2)}
+    assert rig.cache.order._retained_bytes_of == dict.fromkeys((1, 2), MAX_RETAINED // 2 * rig.unit)
+    check_invariants(rig.cache)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("what", ["set aside", "lapsed", "released"])
+def test_a_prompt_goes_on_behind_a_block_that_is_not_in_the_policy_s_order(policy: str, what: str) -> None:
+    rig = Hinted(policy)
+    rig.put(1, 2, 3, 4)
+    rig.hint("release" if what == "released" else "retain", 1, 2, 3, 4, ttl_s=10)
+    while rig.cache.background():
+        pass
+    if what != "released":
+        assert rig.aside == 4
+    rig.clock.now += 11 * (what == "lapsed")
+    rig.cache.tick()
+    (stored,) = rig.cache.stores.begin(rig.namespace, 0, [StorePart(0, keys_of(5, 6), before={0: keys_of(4)})])
+    assert rig.commit([stored]) == 2
+    check_invariants(rig.cache)
+    rig.fill(100, 2 * BLOCKS)
+    assert rig.there(1, 2, 3, 4, 5, 6) == ([1, 2, 3, 4] if what == "set aside" else [])
     check_invariants(rig.cache)

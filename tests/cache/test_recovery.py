@@ -503,7 +503,8 @@ def test_no_record_behind_the_last_is_read(together: int, monkeypatch: pytest.Mo
     if not child:
         try:
             monkeypatch.setattr("kvoffd.cache.recovery._BATCH_BYTES", together * RECORD_BYTES)
-            monkeypatch.setattr("kvoffd.cache.recovery.native", lambda library=Guarded(): library)
+            guarded = Guarded()
+            monkeypatch.setattr("kvoffd.cache.recovery.native", lambda: guarded)
             os._exit(check(pool)[0].found() != wanted)
         finally:
             os._exit(1)
