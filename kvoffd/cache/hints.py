@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain as chained
-from itertools import count, groupby, islice
+from itertools import count, groupby, islice, pairwise
 from math import inf
 from sys import float_info
 
@@ -422,14 +422,16 @@ class HintedOrder:
                 self._insert(group, members)
 
     def admit(self, group: Group, keys: bytes, starts: Sequence[int]) -> Admission:
-        """As the policy's; keys of blocks that a hint retains are always admitted."""
+        """As the policy's; keys of blocks that a hint retains are always admitted, with those before them in their
+        chains, without which no lookup finds them."""
         runs, lowest = self._policy.admit(group, keys, starts)
         if self._awaited:
             scores = [score for length, score in runs for _ in range(length)]
             split = np.frombuffer(keys, group.namespace.key_type).tolist()
-            for at, key in enumerate(split):
-                if self._awaited.get((group.number, key)) is not None:
-                    scores[at] = inf
+            for begin, end in pairwise((*starts, len(split))):
+                while end > begin and self._awaited.get((group.number, split[end - 1])) is None:
+                    end -= 1
+                scores[begin:end] = [inf] * (end - begin)
             runs = [(len(list(run)), score) for score, run in groupby(scores)]
         if self._released or self._ended:
             lowest = -inf

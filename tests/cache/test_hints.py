@@ -215,6 +215,23 @@ def test_a_key_that_is_retained_is_admitted() -> None:
     assert rig.there(500) == [500]
 
 
+@pytest.mark.parametrize("named", [(502,), (500, 502)])
+def test_what_comes_before_a_key_that_is_retained_is_admitted_too(named: tuple[int, ...]) -> None:
+    """No lookup finds the one without the others. What comes behind it, and another chain, is up to the policy."""
+    rig = Hinted("learned")
+    rig.fill(0)
+    group, keys = rig.namespace.group(0), keys_of(*range(600, 602), *range(500, 504))
+    rig.policy.admit(group, keys, (0, 2))
+    rig.policy.rejected(group, keys)
+    rig.hint("retain", *named)
+    (stored,) = rig.begin(rig.namespace, 0, 0, keys, starts=(0, 2))
+    assert (stored.copy, stored.rejected) == ([2, 3, 4], [0, 1, 5])
+    rig.commit([stored])
+    assert rig.there(*range(500, 504)) == [500, 501, 502]
+    assert rig.retained == len(named), "the others are not the hint's"
+    check_invariants(rig.cache)
+
+
 def test_hints_of_keys_that_never_come_take_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     rig = Hinted()
     monkeypatch.setattr("kvoffd.cache.awaited_keys.MAX_AWAITED", 100)
