@@ -285,16 +285,17 @@ class BlockStores:
         self,
         tickets: Sequence[StoreTicket],
         checksums: Sequence[Iterable[int]],
-        tokens: Mapping[bytes, BlockTokens] = NO_TOKENS,
+        tokens: Sequence[Mapping[bytes, BlockTokens]] = (),
     ) -> int:
         """End a store whose bytes are all written. Returns how many blocks became READY.
 
-        ``checksums``: by ticket, of each copied key; 0 if it is still to be computed.
+        ``checksums``: by ticket, of each copied key; 0 if it is still to be computed. ``tokens``: by ticket, of the
+        keys whose store sent them; may be empty.
         """
-        every = 0
-        for ticket, sums in zip(tickets, checksums, strict=True):
+        every, of_tickets = 0, tokens or [NO_TOKENS] * len(tickets)
+        for ticket, sums, of_keys in zip(tickets, checksums, of_tickets, strict=True):
             written = ticket.group, ticket.blocks, ticket.slots
-            every += (ready := self._life.publish(*written, ticket.first_blocks, sums, tokens))
+            every += (ready := self._life.publish(*written, ticket.first_blocks, sums, of_keys))
             if ready and ticket.part.before:
                 self._order_behind(ticket)
         return every
