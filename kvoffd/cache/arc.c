@@ -30,14 +30,15 @@ struct arc {
     uint32_t *entry_of; /* by block */
 };
 
-static void put(struct arc *x, uint32_t at, uint32_t queue)
+/* Makes an entry the next older one than another, or with a queue's number its newest. */
+static void put(struct arc *x, uint32_t at, uint32_t newer)
 {
-    uint32_t newest = x->entries[queue].older;
+    uint32_t older = x->entries[newer].older, queue = x->entries[newer].queue;
 
     x->entries[at].queue = queue;
-    x->entries[at].older = newest;
-    x->entries[at].newer = queue;
-    x->entries[newest].newer = x->entries[queue].older = at;
+    x->entries[at].older = older;
+    x->entries[at].newer = newer;
+    x->entries[older].newer = x->entries[newer].older = at;
     x->counts[queue]++;
 }
 
@@ -145,7 +146,7 @@ struct arc *kvoffd_arc_new(uint64_t slots, uint64_t most_ghosts, const uint8_t *
         return NULL;
     }
     for (uint32_t queue = 0; queue < QUEUES; queue++)
-        x->entries[queue].older = x->entries[queue].newer = queue;
+        x->entries[queue].older = x->entries[queue].newer = x->entries[queue].queue = queue;
     return x;
 }
 
@@ -196,6 +197,22 @@ void kvoffd_arc_use(struct arc *x, const uint32_t *blocks, uint64_t count)
         uint32_t at = x->entry_of[blocks[count]];
         take(x, at);
         put(x, at, AGAIN);
+    }
+}
+
+/* Moves blocks: the first becomes the next older one than `before`, and each other one than the block before it. Those
+ * that are not in its queue stay where they are. */
+void kvoffd_arc_follow(struct arc *x, uint32_t before, const uint32_t *blocks, uint64_t count)
+{
+    uint32_t newer = x->entry_of[before];
+
+    for (uint64_t i = 0; i < count; i++) {
+        uint32_t at = x->entry_of[blocks[i]];
+        if (x->entries[at].queue != x->entries[newer].queue)
+            continue;
+        take(x, at);
+        put(x, at, newer);
+        newer = at;
     }
 }
 

@@ -24,6 +24,7 @@ declare(
     arc_insert=(COUNT, VOID_P, *KEYS, CHAR_P),
     arc_offer=(None, VOID_P, *KEYS),
     arc_use=(None, VOID_P, *ITEMS),
+    arc_follow=(None, VOID_P, NUMBER, *ITEMS),
     arc_remove=(None, VOID_P, *ITEMS, NUMBER),
     arc_candidates=(COUNT, VOID_P, *ITEMS),
 )
@@ -58,6 +59,9 @@ class Arc(AdmitsAll):
         given = group.number, keys, len(blocks), group.key_bytes, packed(blocks)
         inserted = self._native.arc_insert(self._at, *given)
         assert inserted == len(blocks), "inserted twice"
+
+    def follow(self, before: int, blocks: BlockIds) -> None:
+        self._native.arc_follow(self._at, before, packed(blocks), len(blocks))
 
     def remove(self, group: Group, blocks: BlockIds, keys: bytes) -> None:
         self._native.arc_remove(self._at, packed(blocks), len(blocks), not group.namespace.of_bench)

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain as chained
-from itertools import count, groupby, islice
+from itertools import count, groupby, islice, pairwise
 from math import inf
 from sys import float_info
 
@@ -258,7 +258,8 @@ class HintedOrder:
                     break
                 left -= 1
                 if within in (self, one.wish.namespace):
-                    may_take -= one.nbytes
+                    if not own:  # what was its own leaves the session's bytes as they were
+                        may_take -= one.nbytes
                     self._end(one)
 
     def _end(self, one: Retention) -> None:
@@ -400,26 +401,37 @@ class HintedOrder:
             blocks = blocks[~outside]
         self._policy.remove(group, blocks, keys)
 
+    def follow(self, before: int, blocks: BlockIds) -> None:
+        """As the policy's, for blocks that ``insert`` just added. Nothing moves if the policy does not have the one
+        before them: it was set aside or released."""
+        number = int(self._hint_of[before])
+        one = self._retentions.get(number) or self._ended.get(number)
+        if number != RELEASED and (one is None or before not in one.aside):
+            self._policy.follow(before, blocks)
+
     def make_newest(self, blocks: BlockIds) -> None:
         """Move blocks to the end of the policy's order. Retained ones keep their hints."""
         hints = list(zip(blocks.tolist(), self._live_of(blocks), strict=True))
         others = [block for block, hint in hints if hint is None]
         retained = [block for block, hint in hints if hint is not None and block not in hint.aside]
-        # ``self.remove`` ends hints, and ``self.insert`` makes awaited ones: retained blocks move in the policy alone.
+        # ``self.remove`` ends hints, so that retained blocks move in the policy alone. ``self.insert`` is for blocks
+        # that became READY: who asked for the others since is known, and must stay known.
         for order, numbers in ((self, others), (self._policy, retained)):
             for group, members in self._blocks.by_group(np.array(numbers, np.uint32)):
-                keys = self._blocks.keys(members, group.key_bytes)
-                order.remove(group, members, keys)
-                order.insert(group, members, keys)
+                order.remove(group, members, self._blocks.keys(members, group.key_bytes))
+                self._insert(group, members)
 
     def admit(self, group: Group, keys: bytes, starts: Sequence[int]) -> Admission:
-        """As the policy's; keys of blocks that a hint retains are always admitted."""
+        """As the policy's; keys of blocks that a hint retains are always admitted, with those before them in their
+        chains, without which no lookup finds them."""
         runs, lowest = self._policy.admit(group, keys, starts)
         if self._awaited:
             scores = [score for length, score in runs for _ in range(length)]
-            for at, key in enumerate(np.frombuffer(keys, group.namespace.key_type).tolist()):
-                if self._awaited.get((group.number, key)) is not None:
-                    scores[at] = inf
+            split = np.frombuffer(keys, group.namespace.key_type).tolist()
+            for begin, end in pairwise((*starts, len(split))):
+                while end > begin and self._awaited.get((group.number, split[end - 1])) is None:
+                    end -= 1
+                scores[begin:end] = [inf] * (end - begin)
             runs = [(len(list(run)), score) for score, run in groupby(scores)]
         if self._released or self._ended:
             lowest = -inf

@@ -150,6 +150,9 @@ class Learned(BufferedOrder):
         )
         assert not twice, "inserted twice"
 
+    def follow(self, before: int, blocks: BlockIds) -> None:
+        """Do nothing: a request's blocks have this order, whenever they come."""
+
     def remove(self, group: Group, blocks: BlockIds, keys: bytes) -> None:
         if group.namespace.of_bench:
             known = self._native.learned_forget(self._at, group.number, keys, len(blocks), group.key_bytes)

@@ -6,11 +6,12 @@ struct link {
     uint32_t older, newer;
 };
 
-static void put(struct link *x, uint32_t at)
+/* Makes a block the next older one than another, or with 0 the newest. */
+static void put(struct link *x, uint32_t at, uint32_t newer)
 {
-    x[at] = (struct link){ .older = x[0].older, .newer = 0 };
-    x[x[0].older].newer = at;
-    x[0].older = at;
+    x[at] = (struct link){ .older = x[newer].older, .newer = newer };
+    x[x[newer].older].newer = at;
+    x[newer].older = at;
 }
 
 static void take(struct link *x, uint32_t at)
@@ -27,7 +28,7 @@ uint64_t kvoffd_lru_insert(struct link *x, const uint32_t *blocks, uint64_t coun
         uint32_t at = blocks[i] + 1;
         if (x[at].older || x[at].newer || x[0].older == at)
             return i;
-        put(x, at);
+        put(x, at, 0);
     }
     return count;
 }
@@ -37,7 +38,16 @@ void kvoffd_lru_use(struct link *x, const uint32_t *blocks, uint64_t count)
 {
     while (count--) {
         take(x, blocks[count] + 1);
-        put(x, blocks[count] + 1);
+        put(x, blocks[count] + 1, 0);
+    }
+}
+
+/* Moves blocks: the first becomes the next older one than `before`, and each other one than the block before it. */
+void kvoffd_lru_follow(struct link *x, uint32_t before, const uint32_t *blocks, uint64_t count)
+{
+    for (uint64_t i = 0; i < count; i++) {
+        take(x, blocks[i] + 1);
+        put(x, blocks[i] + 1, (i ? blocks[i - 1] : before) + 1);
     }
 }
 

@@ -9,11 +9,12 @@ import numpy as np
 from kvoffd.cache.block_table import BlockIds, packed
 from kvoffd.cache.namespace import Group
 from kvoffd.cache.policy import AdmitsAll, Chain
-from kvoffd.system.native import COUNT, ITEMS, VOID_P, declare, native
+from kvoffd.system.native import COUNT, ITEMS, NUMBER, VOID_P, declare, native
 
 declare(
     lru_insert=(COUNT, VOID_P, *ITEMS),
     lru_use=(None, VOID_P, *ITEMS),
+    lru_follow=(None, VOID_P, NUMBER, *ITEMS),
     lru_remove=(None, VOID_P, *ITEMS),
     lru_candidates=(COUNT, VOID_P, *ITEMS),
 )
@@ -42,6 +43,9 @@ class Lru(AdmitsAll):
         inserted = self._native.lru_insert(self._at, packed(blocks), len(blocks))
         assert inserted == len(blocks), "inserted twice"
         self._blocks += len(blocks)
+
+    def follow(self, before: int, blocks: BlockIds) -> None:
+        self._native.lru_follow(self._at, before, packed(blocks), len(blocks))
 
     def remove(self, group: Group, blocks: BlockIds, keys: bytes) -> None:
         self._native.lru_remove(self._at, packed(blocks), len(blocks))

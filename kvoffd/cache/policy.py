@@ -55,6 +55,10 @@ class Policy(Protocol):
     def insert(self, group: Group, blocks: BlockIds, keys: bytes) -> None:
         """Add blocks that became READY, the least recently used first: a chain's tail before its root."""
 
+    def follow(self, before: int, blocks: BlockIds) -> None:
+        """Make blocks, root first, older than the one before them in their prompt, if it was inserted or used before
+        them: a prompt that is stored in steps has the same order as one that is stored at once."""
+
     def remove(self, group: Group, blocks: BlockIds, keys: bytes) -> None:
         """Remove blocks, in any order; fastest if a chain's tail comes before its root."""
 

@@ -139,10 +139,12 @@ void kvoffd_recover_records(struct recovery *r, const uint8_t *records, uint64_t
         const uint8_t *record = records + i * RECORD;
         uint64_t state = READ(record, uint64_t, 0);
         if (i % RECORDS_TOGETHER == 0) {
-            crcs_of(r->blocks, record, RECORDS_TOGETHER, crcs);
-            if (i + RECORDS_TOGETHER < count)
-                for (int ahead = RECORDS_TOGETHER; ahead < 2 * RECORDS_TOGETHER; ahead++)
-                    prefetch(r, record + ahead * RECORD);
+            if (count - i >= RECORDS_TOGETHER)
+                crcs_of(r->blocks, record, RECORDS_TOGETHER, crcs);
+            else
+                crcs_of(r->blocks, record, count - i, crcs);
+            for (uint64_t ahead = RECORDS_TOGETHER; ahead < 2 * RECORDS_TOGETHER && i + ahead < count; ahead++)
+                prefetch(r, record + ahead * RECORD);
         }
         if (state == BAD_RECORD && size_of(r, first + i)) {
             r->bad[r->bad_found++] = first + i;

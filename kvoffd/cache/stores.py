@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from math import inf
@@ -11,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvoffd.cache.block_life import BlockLife
-from kvoffd.cache.block_table import FREE, NO_BLOCK, NO_BLOCKS, WRITING, BlockIds, StoreVerdict, select_keys
+from kvoffd.cache.block_table import FREE, NO_BLOCK, NO_BLOCKS, READY, WRITING, BlockIds, StoreVerdict, select_keys
 from kvoffd.cache.hooks import NO_TOKENS, BlockTokens
 from kvoffd.cache.namespace import Group, MissReason, Namespace
 from kvoffd.cache.policy import REJECTED, Policy
@@ -31,7 +32,6 @@ PromptNumbers: TypeAlias = npt.NDArray[np.uint64]
 class _Offer(NamedTuple):
     """A part of a store, compared with the blocks that are there."""
 
-    part: StorePart
     ticket: StoreTicket
     """The shards that existing blocks lack. Blocks that are made for absent keys are added to it."""
     absent: Sequence[int]
@@ -94,8 +94,8 @@ class BlockStores:
         offered = group, part.keys, rank, part.first_blocks
         verdicts, blocks = self._blocks.judge(*offered)
         if verdicts == _ABSENT * len(verdicts):
-            ticket = StoreTicket(group, NO_BLOCKS, NO_BLOCKS)
-            return _Offer(part, ticket, range(len(verdicts)), prompts, NO_BLOCKS)
+            ticket = StoreTicket(group, part, NO_BLOCKS, NO_BLOCKS)
+            return _Offer(ticket, range(len(verdicts)), prompts, NO_BLOCKS)
         narrow = blocks[np.frombuffer(verdicts, np.uint8) == StoreVerdict.NARROW]
         self._drop_narrow(group, narrow)
         if self._space.drop_abandoned(blocks, sole) or narrow.size:
@@ -112,8 +112,8 @@ class BlockStores:
             duplicates = [index for index in duplicates if split[index] in wanted]
         existing = blocks[are_present := blocks != NO_BLOCK]
         self._blocks.prompt[existing] = np.maximum(self._blocks.prompt[existing], prompts[are_present])
-        ticket = StoreTicket(group, blocks[joined], NO_BLOCKS, joined, duplicates=duplicates)
-        return _Offer(part, ticket, absent, prompts[absent], existing)
+        ticket = StoreTicket(group, part, blocks[joined], NO_BLOCKS, joined, duplicates=duplicates)
+        return _Offer(ticket, absent, prompts[absent], existing)
 
     def _drop_narrow(self, group: Group, blocks: BlockIds) -> None:
         """Drop blocks that begin later than what is offered, and the copies in tiers, which are as narrow."""
@@ -178,8 +178,8 @@ class BlockStores:
                 order = np.argsort(ticket.copy)
                 ticket.copy, ticket.blocks = np.array(ticket.copy)[order].tolist(), ticket.blocks[order]
             ticket.slots, ticket.offsets = self._life.begin_writes(ticket.blocks, rank)
-            if offer.part.first_blocks:
-                ticket.first_blocks = [offer.part.first_blocks.get(index, 0) for index in ticket.copy]
+            if ticket.part.first_blocks:
+                ticket.first_blocks = [ticket.part.first_blocks.get(index, 0) for index in ticket.copy]
 
     def _make_admitted(self, offer: _Offer) -> None:
         """Make blocks for the absent keys as far as policy and space allow. Each key's index goes into ``ticket.copy``,
@@ -188,16 +188,16 @@ class BlockStores:
         A run of keys may evict only blocks with a lower score than its own. Once a run of one prompt got too little,
         runs with its score or a lower one get nothing: if nothing lower than 4 was left, nothing lower than 3 is.
         """
-        part, ticket, absent, prompts = offer.part, offer.ticket, offer.absent, offer.prompts
+        ticket, absent, prompts, _ = offer
         if not prompts.all():  # keys behind one without a block would never be found
             ticket.no_space += [index for index, prompt in zip(absent, prompts.tolist(), strict=True) if not prompt]
             absent, prompts = np.array(absent)[prompts != 0].tolist(), prompts[prompts != 0]
         if not absent:
             return
-        size, begin, packed_keys = ticket.group.key_bytes, 0, part.keys
+        size, begin, packed_keys = ticket.group.key_bytes, 0, ticket.part.keys
         if len(absent) * size < len(packed_keys):
             packed_keys = select_keys(packed_keys, absent, size)
-        runs, no_space_score = self._runs_of(ticket.group, part, packed_keys, absent)
+        runs, no_space_score = self._runs_of(ticket.group, ticket.part, packed_keys, absent)
         # Every admitted block gets space if tiers are written, because only blocks in the pool are written to them.
         takes_all = self._life.tiers is not None and self._life.tiers.are_written
         for count, score in runs:
@@ -264,9 +264,10 @@ class BlockStores:
 
     def _record_lost(self, offer: _Offer) -> None:
         """Count the keys that got no space or were rejected, and remember why they have no block."""
-        ticket, keys = offer.ticket, offer.part.keys
+        ticket, keys = offer.ticket, offer.ticket.part.keys
         group, size = ticket.group, ticket.group.key_bytes
-        ticket.no_space.sort()
+        ticket.no_space.sort()  # the keys of newer prompts come first
+        ticket.rejected.sort()
         if ticket.no_space:
             cause = self._space.no_space_cause(group, int(offer.prompts.max()))
             reason = MissReason.QUOTA if cause == "quota" else MissReason.NO_SPACE
@@ -291,11 +292,26 @@ class BlockStores:
         ``checksums``: by ticket, of each copied key; 0 if it is still to be computed. ``tokens``: by ticket, of the
         keys whose store sent them; may be empty.
         """
-        of_tickets = tokens or [NO_TOKENS] * len(tickets)
-        return sum(
-            self._life.publish(ticket.group, ticket.blocks, ticket.slots, ticket.first_blocks, sums, of_keys)
-            for ticket, sums, of_keys in zip(tickets, checksums, of_tickets, strict=True)
-        )
+        every, of_tickets = 0, tokens or [NO_TOKENS] * len(tickets)
+        for ticket, sums, of_keys in zip(tickets, checksums, of_tickets, strict=True):
+            written = ticket.group, ticket.blocks, ticket.slots
+            every += (ready := self._life.publish(*written, ticket.first_blocks, sums, of_keys))
+            if ready and ticket.part.before:
+                self._order_behind(ticket)
+        return every
+
+    def _order_behind(self, ticket: StoreTicket) -> None:
+        """Make what became READY of chains older than the blocks before them, which earlier stores made, or which were
+        found. Their order of eviction is then that of one store of the whole prompt, in which its tail goes first."""
+        before, starts = ticket.part.before, ticket.part.starts or (0,)
+        states, blocks = self._blocks.find(ticket.group, b"".join(before.values()))
+        for start, state, block in zip(before, states, blocks.tolist(), strict=True):
+            following = bisect_right(starts, start)
+            end = starts[following] if following < len(starts) else inf
+            own = ticket.blocks[bisect_left(ticket.copy, start) : bisect_left(ticket.copy, end)]
+            ready = own[self._blocks.state[own] == READY]
+            if state == READY and ready.size and block not in ready:  # a client may name any key
+                self._order.follow(block, ready)
 
     def abort(self, tickets: Sequence[StoreTicket]) -> None:
         """End a store that did not copy everything: its shards are discarded, those of other ranks stay and wait."""

@@ -99,16 +99,17 @@ class StorePart(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class StoreTicket:
-    """One part of a rank's store, until its end. Indices are those of the part's keys; keys in no list are present, or
-    their block belongs to another store."""
+    """One part of a rank's store, until its end. Indices are those of the part's keys, and ascending in each list once
+    the store has begun; keys in no list are present, or their block belongs to another store."""
 
     group: Group
+    part: StorePart
     blocks: BlockIds
     """Block of each key to copy. Until slots are allocated, only of keys that had one."""
     slots: SlotIds
     """This rank's slot of each block; it belongs to the store until its end."""
     copy: list[int] = field(default_factory=list)
-    """Indices of the keys to copy, ascending."""
+    """Indices of the keys to copy."""
     first_blocks: Iterable[int] | None = None
     """First engine block that is written, for each key to copy; None if all begin at 0."""
     offsets: Offsets = field(default_factory=lambda: np.empty(0, np.uint64))

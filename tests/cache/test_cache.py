@@ -272,6 +272,61 @@ def test_prompts_grow_at_the_cost_of_older_ones_alone() -> None:
     assert rig.states(namespace, keys_of(*range(100, 116))) == [R] * 16
 
 
+@pytest.mark.parametrize("listed", [(0, 1), (1, 0)])
+@pytest.mark.parametrize("policy", POLICY_NAMES)
+def test_prompts_that_are_stored_in_steps_lose_their_tails_first(policy: str, listed: tuple[int, ...]) -> None:
+    """As if each was stored at once, whichever the client names first."""
+    rig = CacheRig(20, 20, policy)
+    namespace = rig.open()
+    numbers = [range(100, 108), range(200, 208)]
+    for prompt in numbers:
+        rig.look(namespace, keys_of(*prompt))
+    for step in (slice(0, 4), slice(4, 8)):
+        steps = [numbers[at][step] for at in listed]
+        before = {4 * at: keys_of(one[0] - 1) for at, one in enumerate(steps) if step.start}
+        part = StorePart(0, keys_of(*steps[0], *steps[1]), {}, (0, 4), before, listed)
+        rig.commit(rig.cache.stores.begin(namespace, 0, [part]))
+    check_invariants(rig.cache)
+    rig.ask(namespace, keys_of(*range(300, 314)))
+    left = [rig.states(namespace, keys_of(*prompt)) for prompt in numbers]
+    assert sum(states.count(R) for states in left) == 6
+    assert all(states == sorted(states, reverse=True) for states in left), "a tail is left without its root"
+
+
+@pytest.mark.parametrize("policy", POLICY_NAMES)
+def test_a_chain_that_names_a_key_of_its_own_as_the_one_before_it_is_stored(policy: str) -> None:
+    rig = CacheRig(16, 16, policy)
+    namespace = rig.open()
+    for named in range(3):
+        first = 10 * named
+        part = StorePart(0, keys_of(*range(first, first + 3)), before={0: keys_of(first + named)})
+        assert rig.commit(rig.cache.stores.begin(namespace, 0, [part])) == 3
+        check_invariants(rig.cache)
+    rig.ask(namespace, keys_of(*range(100, 116)))
+    check_invariants(rig.cache)
+
+
+def test_rejected_keys_of_several_prompts_are_named_in_order_and_are_those_that_are_remembered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The newest prompt looks for space first; of its message a client is told by ascending numbers."""
+    rig, begins = full_rig(32, 8), (200, 300, 100)
+    namespace = rig.open("a")
+    for begin in sorted(begins):
+        extend(rig, namespace, range(begin, begin + 8), begin)
+    rig.store(namespace, keys_of(*range(50, 58)))
+    every = rig.policy.first
+    monkeypatch.setattr(rig.policy, "first", lambda count, below=inf: every(count if below == inf else 0))
+    monkeypatch.setattr(rig.policy, "admit", lambda group, keys, starts: Admission([(len(keys) // 8, 1.0)], -inf))
+    monkeypatch.setattr(rig.policy, "rejected", lambda group, keys: None)
+    before = {0: keys_of(207), 1: keys_of(307), 3: keys_of(107)}
+    part = StorePart(0, keys_of(208, 308, 50, 108), {}, (0, 1, 2, 3), before)
+    (stored,) = rig.cache.stores.begin(namespace, 0, [part])
+    assert stored.rejected == [0, 1, 3]
+    reasons = rig.cache.blocks.miss_reasons(namespace.group(0), keys_of(208, 308, 108))
+    assert reasons == bytes([MissReason.REJECTED]) * 3
+
+
 def test_where_nothing_may_go_two_prompts_of_a_store_look_for_space(monkeypatch: pytest.MonkeyPatch) -> None:
     """The oldest for all of them, then the newest, which may evict all that others may."""
     rig, begins = full_rig(32, 8), range(100, 500, 100)

@@ -12,6 +12,7 @@ from kvoffd.cache.awaited_keys import MAX_AWAITED
 from kvoffd.cache.hints import AWAITED_S, RETAINED_SHARE
 from kvoffd.cache.namespace import Namespace
 from kvoffd.cache.prefetches import ASKED_AT_ONCE
+from kvoffd.cache.tickets import StorePart
 from kvoffd_proto.messages import HintAction
 from tests.kit.amount import TIMES
 from tests.kit.slot_cache import CacheRig, check_invariants, keys_of
@@ -212,6 +213,23 @@ def test_a_key_that_is_retained_is_admitted() -> None:
     rig.hint("retain", 500)
     rig.store(rig.namespace, keys_of(500))
     assert rig.there(500) == [500]
+
+
+@pytest.mark.parametrize("named", [(502,), (500, 502)])
+def test_what_comes_before_a_key_that_is_retained_is_admitted_too(named: tuple[int, ...]) -> None:
+    """No lookup finds the one without the others. What comes behind it, and another chain, is up to the policy."""
+    rig = Hinted("learned")
+    rig.fill(0)
+    group, keys = rig.namespace.group(0), keys_of(*range(600, 602), *range(500, 504))
+    rig.policy.admit(group, keys, (0, 2))
+    rig.policy.rejected(group, keys)
+    rig.hint("retain", *named)
+    (stored,) = rig.begin(rig.namespace, 0, 0, keys, starts=(0, 2))
+    assert (stored.copy, stored.rejected) == ([2, 3, 4], [0, 1, 5])
+    rig.commit([stored])
+    assert rig.there(*range(500, 504)) == [500, 501, 502]
+    assert rig.retained == len(named), "the others are not the hint's"
+    check_invariants(rig.cache)
 
 
 def test_hints_of_keys_that_never_come_take_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -465,3 +483,51 @@ def test_pinned_blocks_that_are_passed_over_keep_their_hints(policy: str, monkey
     assert rig.cache.order.retained_bytes == 2 * rig.unit
     order = np.concatenate([*rig.cache.order.candidates()]).tolist()
     assert len(order) == len(set(order)) == BLOCKS
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_pinned_blocks_that_are_passed_over_stay_those_of_all_who_asked_for_them(
+    policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another prompt found them in the pool; the first asked for them before they were there."""
+    monkeypatch.setattr("kvoffd.cache.victims.MAX_SKIPPED_PINNED", 2)
+    rig = Hinted(policy)
+    rig.put(1, 2, 3, 4)
+    rig.look(rig.namespace, keys_of(1, 2, 3, 4), giver=2)
+    rig.cache.lookup(rig.namespace, 1, 5, [(0, keys_of(1, 2, 3, 4))], giver=2)
+    rig.fill(100, 2 * BLOCKS)
+    rig.cache.leases.end(1, [5])
+    rig.hint("release", 1, 2, 3, 4)
+    assert rig.namespace.counters.released_blocks == 0
+
+
+def test_a_session_gets_its_share_though_it_displaces_some_of_its_own() -> None:
+    rig = Hinted()
+    rig.put(*range(100, 112))
+    rig.put(*range(4))
+    rig.hint("retain", *range(100, 112), priority=100, giver=2, session=2)
+    rig.hint("retain", *range(4), priority=0)
+    rig.put(*range(10, 22))
+    rig.hint("retain", *range(10, 22), priority=50)
+    assert rig.cache.order._retained_bytes_of == dict.fromkeys((1, 2), MAX_RETAINED // 2 * rig.unit)
+    check_invariants(rig.cache)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("what", ["set aside", "lapsed", "released"])
+def test_a_prompt_goes_on_behind_a_block_that_is_not_in_the_policy_s_order(policy: str, what: str) -> None:
+    rig = Hinted(policy)
+    rig.put(1, 2, 3, 4)
+    rig.hint("release" if what == "released" else "retain", 1, 2, 3, 4, ttl_s=10)
+    while rig.cache.background():
+        pass
+    if what != "released":
+        assert rig.aside == 4
+    rig.clock.now += 11 * (what == "lapsed")
+    rig.cache.tick()
+    (stored,) = rig.cache.stores.begin(rig.namespace, 0, [StorePart(0, keys_of(5, 6), before={0: keys_of(4)})])
+    assert rig.commit([stored]) == 2
+    check_invariants(rig.cache)
+    rig.fill(100, 2 * BLOCKS)
+    assert rig.there(1, 2, 3, 4, 5, 6) == ([1, 2, 3, 4] if what == "set aside" else [])
+    check_invariants(rig.cache)

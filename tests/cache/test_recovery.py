@@ -474,3 +474,38 @@ def test_0_2_reads_also_what_a_very_small_pool_has_no_space_for() -> None:
         rig.cache.namespaces.register_rank(namespace, 0, [8192], None)
     snapshot = rig.successor()[0].cache.table.load_namespaces(SnapshotOf02)
     assert 10 < len(snapshot.namespaces) < 64
+
+
+class Guarded:
+    """The C library, which gets records at the end of memory behind which none may be read."""
+
+    def __init__(self) -> None:
+        self._first_byte = ctypes.c_char.from_buffer(mmap.mmap(-1, 2 * mmap.PAGESIZE))  # which keeps the memory
+        self._end = ctypes.addressof(self._first_byte) + mmap.PAGESIZE
+        protect = ctypes.CDLL(None, use_errno=True).mprotect
+        if protect(ctypes.c_void_p(self._end), ctypes.c_size_t(mmap.PAGESIZE), 0):
+            raise OSError(ctypes.get_errno(), "mprotect")
+        self.recover_blocks = native().recover_blocks
+
+    def recover_records(self, recovery: object, address: int, count: int, first: int) -> None:
+        at = self._end - count * RECORD_BYTES
+        ctypes.memmove(at, address, count * RECORD_BYTES)
+        native().recover_records(recovery, at, count, first)
+
+
+@pytest.mark.parametrize("together", range(1, 9))
+def test_no_record_behind_the_last_is_read(together: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A child process tries, as a fault would end it."""
+    pool = Pool()
+    pool.store(9, 0, keys_of(*range(20), key_bytes=32))
+    wanted = check(pool)[0].found()
+    child = os.fork()
+    if not child:
+        try:
+            monkeypatch.setattr("kvoffd.cache.recovery._BATCH_BYTES", together * RECORD_BYTES)
+            guarded = Guarded()
+            monkeypatch.setattr("kvoffd.cache.recovery.native", lambda: guarded)
+            os._exit(check(pool)[0].found() != wanted)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

@@ -78,6 +78,28 @@ def test_of_a_chain_that_was_touched_in_part_the_rest_goes_first(name: str) -> N
     assert order.candidates == [3, 2, 1, 0]
 
 
+@pytest.mark.parametrize("name", ["lru", "arc"])
+def test_what_follows_a_block_goes_before_it(name: str) -> None:
+    order = Order(name)
+    order.insert(1, 0)
+    order.insert(9, 8, 3, 2)
+    order.policy.follow(1, np.array([2, 3], np.uint32))
+    assert order.candidates == [3, 2, 1, 0, 9, 8]
+    order.policy.follow(8, np.array([0], np.uint32))
+    assert order.candidates == [3, 2, 1, 9, 0, 8]
+    order.policy.follow(8, np.array([0], np.uint32))
+    assert order.candidates == [3, 2, 1, 9, 0, 8]
+
+
+def test_a_block_that_was_used_once_follows_none_that_was_used_again() -> None:
+    order = Order("arc")
+    order.insert(3, 2, 1, 0)
+    order.touch(0)
+    before = order.candidates
+    order.policy.follow(0, np.array([1, 2], np.uint32))
+    assert order.candidates == before
+
+
 def test_a_key_that_went_may_come_again_in_another_slot(order: Order) -> None:
     order.insert(1)
     order.remove(1)
