@@ -18,11 +18,12 @@ import pytest
 from kvoffd.cache import POLICY_NAMES
 from kvoffd.simulate.command import main
 from kvoffd.simulate.optimum import optimum_percent, uses_of
-from kvoffd.simulate.replay import replay
+from kvoffd.simulate.replay import open_cache, open_namespace, replay, request
 from kvoffd.simulate.tiers import DiskPlan
-from kvoffd.simulate.trace import KEY_BYTES, MAX_LINE_BYTES, BadTrace, RequestTrace, read_trace
+from kvoffd.simulate.trace import KEY_BYTES, MAX_LINE_BYTES, BadTrace, RequestTrace, TracedHint, read_trace
 from kvoffd.tiering import WriteMode
 from kvoffd_client.cli import main as console
+from kvoffd_proto.messages import READY, HintAction
 from tests.kit.cases import case
 from tests.kit.made_up_loads import LOADS, Traffic, chat_among_single_requests, trace_of
 
@@ -150,6 +151,38 @@ def test_hints_of_a_trace_are_obeyed_and_end(tmp_path: Path) -> None:
     assert hits({**retain, "ttl_s": 60.0}) == 2
     assert hits(retain) == 0
     assert hits({**retain, "ttl_s": 60.0}, release) == 0
+
+
+def test_the_replay_sets_aside_as_many_retained_blocks_as_a_daemon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A daemon's loop renews after each message what evictions may set aside: sixteen retained blocks outlive 200."""
+    monkeypatch.setattr("kvoffd.cache.hints.SET_ASIDE_AT_ONCE", 4)
+    trace = trace_of([[*range(16)], *([number] for number in range(100, 300)), [*range(16)]])
+    hint = TracedHint(1, 0.0, HintAction.RETAIN, trace.requests[0], 50, 60.0)
+    assert replay(trace, "lru", 64).hits == 0
+    assert replay(trace._replace(hints=[hint]), "lru", 64, hints=True).hits == 16
+
+
+def test_a_prefetch_brings_blocks_up_before_the_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also the later ones: one that has ended does not count for the limit."""
+    monkeypatch.setattr("kvoffd.cache.prefetches.MAX_PREFETCHES", 2)
+    trace, disk = trace_of([[*range(first, first + 4)] for first in range(0, 48, 4)] * 3), DiskPlan(64)
+    hints = [TracedHint(at, 0.0, HintAction.PREFETCH, keys) for at, keys in enumerate(trace.requests) if at >= 12]
+    plain, hinted = (replay(trace._replace(hints=hints), "lru", 16, disk, hints=obeyed) for obeyed in (False, True))
+    assert (plain.hits, plain.disk_hits) == (4 * 24, 4 * 24)
+    assert (hinted.hits, hinted.disk_hits) == (4 * 24, 0)
+
+
+def test_a_prompt_continues_behind_its_holes() -> None:
+    """What fills a hole has the number of the prompt that is asked for, as it is offered with the key before it."""
+    cache, trace = open_cache("lru", 16), trace_of([[*range(5)]])
+    (keys,), namespace = trace.requests, open_namespace(cache, trace)
+    request(cache, namespace, keys)
+    for number in (1, 3, 4):
+        cache.invalidate(namespace, [(0, keys[number * KEY_BYTES :][:KEY_BYTES])])
+    request(cache, namespace, keys, step_blocks=2)
+    states, blocks = cache.blocks.find(namespace.groups[0], keys)
+    assert states == bytes([READY] * 5)
+    assert len(set(cache.blocks.prompt[blocks].tolist())) == 1
 
 
 def test_it_prints_json_as_documented(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
