@@ -346,12 +346,26 @@ def test_a_file_that_is_no_trace_is_refused_with_the_line(tmp_path: Path) -> Non
         *('{"hash_ids": [true]}', '{"hash_ids": [-9223372036854775809]}', '{"hash_ids": [18446744073709551616]}'),
         *('{"hash_ids": [], "block_bytes": -1}', '{"hash_ids": [1], "block_tokens": 2147483648}'),
         *('{"requests": [{"hash_ids": [0.5]}]}', '{"requests": [], "hash_id_scope": "node"}', '{"requests": {}}'),
-        *('{"requests": [], "block_size": 0}', '{"requests": [[]]}'),
+        *('{"requests": [], "block_size": 0}', '{"requests": [[]]}', '{"requests": [], "block_size": 2147483648}'),
+        *('{"requests": [], "block_size": 1%s}' % ("0" * 400), '{"requests": [], "block_size": true}'),
         '{"hash_ids": [1], "x": ' + 9999 * "[" + 9999 * "]" + "}",
     ):
         file.write_text('{"hash_ids": [1]}\n' + line + "\n")
         with case(line[:40]), pytest.raises(BadTrace, match=r"bad\.jsonl:2 is neither a request"):
             read_trace(file)
+
+
+def test_a_time_that_is_no_clocks_is_refused_with_the_line(tmp_path: Path) -> None:
+    file = tmp_path / "bad.jsonl"
+    for time in ("1" + "0" * 400, "-1" + "0" * 400, "1e300", "9223372036854775809"):
+        for field in ("timestamp", "t"):
+            one = f'{{"hash_ids": [1], "{field}": {time}}}'
+            for line in (one, f'{{"requests": [{{"requests": [{one}]}}]}}'):
+                file.write_text('{"hash_ids": [1]}\n' + line + "\n")
+                with case(line[:60]), pytest.raises(BadTrace, match=r"bad\.jsonl:2 has a time beyond 2\^63"):
+                    read_trace(file)
+    file.write_text('{"hash_ids": [1], "timestamp": 9223372036854775808}\n')
+    assert read_trace(file).seconds == [2**63 / 1000]
 
 
 SESSION = {
@@ -393,6 +407,33 @@ def test_sessions_share_numbers_only_if_they_say_so(tmp_path: Path, scope: str, 
     keys = {keys[at : at + KEY_BYTES] for keys in trace.requests for at in range(0, len(keys), KEY_BYTES)}
     assert (len(trace.requests), len(keys)) == (8, blocks)
     assert list(trace.seconds) == sorted(trace.seconds), "sessions begin together"
+
+
+def test_a_sessions_times_do_not_depend_on_other_sessions(tmp_path: Path) -> None:
+    """Sessions begin together, also where the times of their requests are timestamps, in milliseconds."""
+    file = tmp_path / "sessions.jsonl"
+    sessions = [{"requests": [{"hash_ids": [1], "timestamp": 1000 * at} for at in times]} for times in ((1, 9), (2, 4))]
+    file.write_text("\n".join(map(json.dumps, sessions)))
+    trace = read_trace(file)
+    assert (trace.seconds, trace.sessions) == ([1, 2, 4, 9], [0, 1, 1, 0])
+
+
+def test_hints_of_sessions_stay_with_the_requests_of_their_time(tmp_path: Path) -> None:
+    file = tmp_path / "sessions.jsonl"
+    hint = {"hint": "release", "hash_id_scope": "global"}
+    lines: list[dict[str, object]] = [
+        {"requests": [{"hash_ids": [1], "t": 1}, {"hash_ids": [2], "t": 9}]},
+        {**hint, "hash_ids": [2]},  # it has no time: behind the request before it
+        {**hint, "hash_ids": [4], "timestamp": 5000},
+        {**hint, "requests": [{"hash_ids": [1], "t": 1}]},
+        {"requests": [{"hash_ids": [3], "t": 2}, {"hash_ids": [4], "t": 5}]},
+    ]
+    file.write_text("\n".join(map(json.dumps, lines)))
+    trace = read_trace(file)
+    assert trace.seconds == [1, 2, 5, 9]
+    last_keys = [int.from_bytes(one.keys, "big") for one in trace.hints]
+    assert [(one.before, one.seconds) for one in trace.hints] == [(1, 1), (2, 5), (4, 9)]
+    assert last_keys == [1, 4, 2]
 
 
 def test_requests_may_be_a_list_and_hashes_signed_or_missing(tmp_path: Path) -> None:
