@@ -276,14 +276,47 @@ def test_what_is_wrong_is_said_in_a_sentence(tmp_path: Path, capfd: pytest.Captu
         ("--blocks 2 --disk 1GiB", "give --block-size"),
         ("--blocks 2 --disk 1MiB --block-size 2MiB", "does not hold one block"),
         ("--blocks 2 --disk 4x --disk-write reuse", "choose from auto, always, never"),
+        ("--blocks 2 --disk-write auto", "--disk-write needs a disk; give --disk too"),
+        ("--blocks 2 --disk-write-per-day 1GiB", "--disk-write-per-day needs a disk; give --disk too"),
+        ("--blocks 2 --block-size 1MiB --nodes 2 --disk-write never", "--disk-write needs a disk; give --disk too"),
+        ("--blocks 2 --disk 4x --disk-write-per-day 1GiB", "--disk-write-per-day: the trace does not give the bytes"),
         ("--size much --block-size 2MiB", "--size: 'much' is not a size"),
         ("--size 1GiB --block-size 2PB", "--block-size: '2PB' has the unknown unit"),
     ):
         with case(arguments):
             assert main([str(file), *arguments.split()]) == 2
             assert sentence in capfd.readouterr().err
-    assert console(["trace", "replay", str(file), "--blocks", "0"]) == 2
-    assert "is not a list of block counts" in capfd.readouterr().err
+    for words, sentence in (
+        (["--blocks=0"], "is not a list of block counts"),
+        (["--blocks=2", "--disk-write=auto"], "--disk-write needs a disk"),
+        (["--blocks=2", "--disk-write-per-day=auto"], "--disk-write-per-day needs a disk"),
+    ):
+        assert console(["trace", "replay", str(file), *words]) == 2
+        assert sentence in capfd.readouterr().err
+
+
+def test_a_mode_that_is_named_twice_is_replayed_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Else the two would be compared as if they were policies."""
+    cycle = write(tmp_path / "cycle.jsonl", [[1], [2], [3]] * 50)
+    words = [str(cycle), "--blocks=2", "--disk=1x"]
+    for policies in ("lru", "lru,learned"):
+        printed = []
+        for modes in ("auto", "auto,auto", "auto, auto,auto"):
+            assert main([*words, "--policy", policies, "--disk-write", modes]) == 0
+            printed.append(capsys.readouterr().out)
+        with case(policies):
+            assert len(set(printed)) == 1
+
+
+def test_a_replay_without_enough_memory_ends_with_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def replay_nothing(*args: object, **kwargs: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr("kvoffd.simulate.command.replay", replay_nothing)
+    assert main([str(write(tmp_path / "small.jsonl", [[1]])), "--blocks=2"]) == 2
+    assert capsys.readouterr().err.startswith("kvoffd-cli: The replay needs more memory than there is")
 
 
 def test_what_a_recording_lacks_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -259,10 +259,11 @@ def replay(
         str,
         typer.Option(metavar="SIZE,...", help="Sizes of a disk; 4x: four times the pool."),
     ] = "",
-    disk_write: Annotated[str, typer.Option(metavar="MODES", help="As the daemon's disk_write.")] = "auto",
+    disk_write: Annotated[str, typer.Option(metavar="MODES", help="As the daemon's disk_write. [default: auto]")] = "",
     disk_write_per_day: Annotated[
-        str, typer.Option(metavar="SIZE", help="0: no limit. auto: the disk's size, with --disk-write auto.")
-    ] = "auto",
+        str,
+        typer.Option(metavar="SIZE", help="0: no limit. [default: the disk's size with --disk-write auto]"),
+    ] = "",
     nodes: Annotated[str, typer.Option(metavar="N", help="Replay over this many nodes like this one.")] = "",
     route: Annotated[
         str,
@@ -336,7 +337,7 @@ def replay(
         raise CliError("Replay needs the package kvoffd, which is not installed here.")
     words = program("kvoffd.simulate.command", Path(found.origin).parents[1])
     named = {"--policy": policy, "--size": size, "--blocks": blocks, "--block-size": block_size, "--disk": disk}
-    named |= {"--disk-write": disk_write, "--disk-write-per-day": disk_write_per_day} if disk else {}
+    named |= {"--disk-write": disk_write, "--disk-write-per-day": disk_write_per_day}
     named |= {"--nodes": nodes, "--route": route, "--busy-limit": busy_limit, "--least-prefix": least_prefix}
     named |= {"--staleness": staleness, "--peers": peers, "--shared": shared, "--shared-write": shared_write}
     named |= {"--speeds": speeds}
