@@ -161,7 +161,7 @@ def serve(config: Config) -> int:
 
 def _log_format_variable() -> str:
     """Return the log format of the environment, for errors of the configuration."""
-    return os.environ.get(f"{VARIABLE_PREFIX}LOG_FORMAT", "")
+    return os.environ.get(f"{VARIABLE_PREFIX}LOG_FORMAT", "").strip().lower()
 
 
 def _refuse(sentence: str, log_format: str) -> int:

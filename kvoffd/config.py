@@ -142,7 +142,7 @@ def _ids(id_of: Callable[[str], int], value: object) -> tuple[int, ...]:
         raise ValueError(f"{quoted(value)} is not a list of names or ids; write them with commas, such as 0,vllm")
     found = set()
     for part in parts:
-        text = str(part) if isinstance(part, (int, str)) and not isinstance(part, bool) else ""
+        text = str(part).strip() if isinstance(part, (int, str)) and not isinstance(part, bool) else ""
         try:
             number = int(text) if re.fullmatch("[0-9]{1,10}", text) else id_of(text)
         except (KeyError, ValueError):
@@ -160,7 +160,7 @@ def _text(value: object, what: str) -> str:
 
 
 def _absolute(name: str, value: object) -> Path:
-    """Return the absolute path of a part of a value. Raises ValueError."""
+    """Return the absolute path of a part of a value, whose text has no space around it. Raises ValueError."""
     try:
         return Path(name).expanduser().absolute()
     except (RuntimeError, OSError) as error:
@@ -193,9 +193,9 @@ def listed(
 
 def _disk(value: str) -> DiskSize:
     name, _, size_text = _text(value, "a directory and a size").rpartition("=")
-    if not name:
+    if not (directory := name.strip()):
         raise ValueError(f"{quoted(value)} is not a directory and a size; write them as in /mnt/nvme0/kvoffd=500GiB")
-    path = _absolute(name, value)
+    path = _absolute(directory, value)
     try:
         return DiskSize(str(path), size(MIN_DISK_BYTES).parse(size_text))
     except ValueError as error:
@@ -204,9 +204,9 @@ def _disk(value: str) -> DiskSize:
 
 def _directory(value: object) -> Path:
     what = "a path; name a directory, such as /run/kvoffd"
-    if not _text(value, what):
+    if not (text := _text(value, what)):
         raise ValueError(f"{quoted(value)} is not {what}")
-    path = _absolute(str(value), value)
+    path = _absolute(text, value)
     if problem := SocketPaths(path).problem():
         raise ValueError(f"{quoted(value)} cannot be used; {problem[0].lower()}{problem[1:].rstrip('.')}")
     return path
@@ -580,7 +580,7 @@ def load_config(
     Raises:
         ConfigError: a file that cannot be read, an unknown setting, an invalid value.
     """
-    path = config_path if config_path is not None else environ.get(CONFIG_VARIABLE) or None
+    path = config_path if config_path is not None else environ.get(CONFIG_VARIABLE, "").strip() or None
     by_flag = {one.name: (flags[one.name], f"flag {one.flag}") for one in SETTINGS if flags.get(one.name) is not None}
     layers = [_from_file(Path(path)) if path is not None else {}, _from_environ(environ), by_flag]
     values: dict[str, Any] = {}

@@ -284,15 +284,17 @@ class BlockStores:
         self,
         tickets: Sequence[StoreTicket],
         checksums: Sequence[Iterable[int]],
-        tokens: Mapping[bytes, BlockTokens] = NO_TOKENS,
+        tokens: Sequence[Mapping[bytes, BlockTokens]] = (),
     ) -> int:
         """End a store whose bytes are all written. Returns how many blocks became READY.
 
-        ``checksums``: by ticket, of each copied key; 0 if it is still to be computed.
+        ``checksums``: by ticket, of each copied key; 0 if it is still to be computed. ``tokens``: by ticket, of the
+        keys whose store sent them; may be empty.
         """
+        of_tickets = tokens or [NO_TOKENS] * len(tickets)
         return sum(
-            self._life.publish(ticket.group, ticket.blocks, ticket.slots, ticket.first_blocks, sums, tokens)
-            for ticket, sums in zip(tickets, checksums, strict=True)
+            self._life.publish(ticket.group, ticket.blocks, ticket.slots, ticket.first_blocks, sums, of_keys)
+            for ticket, sums, of_keys in zip(tickets, checksums, of_tickets, strict=True)
         )
 
     def abort(self, tickets: Sequence[StoreTicket]) -> None:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
+from functools import partial
 
 import uvloop
 
@@ -392,32 +393,30 @@ class Daemon:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, self._signals)
         call_each(
             (
-                self._close_tiers,
+                partial(self._end_use, self._service.tier_supervisor.close, DISKS_CLOSE_S),
                 self._policy_file.close,
                 self._service.save_totals,
                 self._state.file.close,
-                self._end_copies,
+                partial(self._end_copies, self._host_engine.close),
+                partial(self._end_copies, self._gpus.stop),
                 self._sockets.finish_posted,
                 self._lifelines.close,
                 self._page_faulter.close,
-                self._close_gpus,
+                partial(self._end_use, self._gpus.close, GPUS_CLOSE_S),  # else the driver unpins the pool at the exit
                 lambda: self._sockets.close(LINGER_MS),
             )
         )
 
-    def _close_tiers(self) -> None:
-        if not self._service.tier_supervisor.close(DISKS_CLOSE_S):
-            self.copy_stuck = True
+    def _end_use(self, close: Callable[[float], bool], timeout_s: float) -> bool:
+        """End what uses the pool. If that does not end, or raises, the pool stays mapped until the process exits."""
+        was_stuck, self.copy_stuck = self.copy_stuck, True
+        has_ended = close(timeout_s)
+        self.copy_stuck = was_stuck or not has_ended
+        return has_ended
 
-    def _end_copies(self) -> None:
-        if not self._host_engine.close(ENGINE_CLOSE_S) or not self._gpus.stop(ENGINE_CLOSE_S):
-            self.copy_stuck = True
+    def _end_copies(self, close: Callable[[float], bool]) -> None:
+        if not self._end_use(close, ENGINE_CLOSE_S):
             logger.warning("A copy does not end; its memory stays mapped until the process exits.")
-
-    def _close_gpus(self) -> None:
-        if not self._gpus.close(GPUS_CLOSE_S):
-            # The driver unpins the pool when the process exits.
-            self.copy_stuck = True
 
     async def _close_pool(self) -> None:
         """Unmap the pool, unless a copy that hangs still uses it."""

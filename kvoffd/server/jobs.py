@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from kvoffd.cache.branch_points import BranchPoints
 from kvoffd.cache.cache import Cache
-from kvoffd.cache.hooks import BlockTokens
+from kvoffd.cache.hooks import NO_TOKENS, BlockTokens
 from kvoffd.cache.tickets import Check, LoadTicket, StorePart, StoreTicket
 from kvoffd.config import Config
 from kvoffd.errors import BadBlockIds, BadKeys, KvoffdError, NotReady, UnknownLease
@@ -104,7 +104,7 @@ class GroupPart:
     """Key before the first of a store in its prompt, if known, by the number of that first key."""
 
     def tokens_by_key(self) -> Mapping[bytes, BlockTokens]:
-        """Return the parent and the token ids of each key."""
+        """Return the parent and the token ids of each key, if the stores sent both."""
         size, each = len(self.parents) // len(self.keys), len(self.token_ids) // len(self.keys)
         return {
             key: BlockTokens(self.parents[at * size : (at + 1) * size], self.token_ids[at * each : (at + 1) * each])
@@ -234,8 +234,12 @@ class StoreBatch(Job):
         places: list[tuple[int, int]] = []
         parts = [
             StorePart(
-                *(one.group, one.packed_keys, one.first_blocks, one.starts, one.before),
-                [span.job for span in one.spans],
+                group=one.group,
+                keys=one.packed_keys,
+                first_blocks=one.first_blocks,
+                starts=one.starts,
+                before=one.before,
+                prompts=[span.job for span in one.spans],
             )
             for one in self.parts
         ]
@@ -273,10 +277,8 @@ class StoreBatch(Job):
         else:
             found = iter(self.checksums.sums if self.checksums is not None else ())
             checksums = [list(islice(found, len(stored.copy))) for stored in self.stored]
-            tokens: dict[bytes, BlockTokens] = {}
-            for part in self.parts:
-                if part.parents and part.token_ids:
-                    tokens.update(part.tokens_by_key())
+            # By part: groups have equal keys, whose parents and tokens may differ.
+            tokens = [part.tokens_by_key() if part.parents and part.token_ids else NO_TOKENS for part in self.parts]
             cache.stores.commit(self.stored, checksums, tokens)
             self.registration.namespace.counters.stored_bytes += self.nbytes
         # A key is lost, refused or stored. One that a message repeats has the result of its first occurrence.

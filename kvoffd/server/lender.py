@@ -60,6 +60,9 @@ class PeerServer:
         generations: of a namespace that is unshared, or that a peer has with another fleet generation, nothing is lent.
 
     Attributes:
+        asked_keys, found_keys: keys that peers asked for, and those that were READY.
+        lent_blocks, served_bytes: blocks lent so far, and the bytes of their shards.
+        pinned_bytes: pool bytes of the blocks that are lent now.
         refused: requests without an answer in full, because of a limit.
     """
 
@@ -74,7 +77,7 @@ class PeerServer:
         self._most_bytes = cache.slots.pool_bytes // LENT_SHARE
         self._lent: dict[tuple[bytes, int], PeerLease] = {}
         self._window_at = self._spent_s = 0.0
-        self.lent_bytes = self.asked_keys = self.found_keys = self.lent_blocks = self.served_bytes = self.refused = 0
+        self.asked_keys = self.found_keys = self.lent_blocks = self.served_bytes = self.pinned_bytes = self.refused = 0
 
     @property
     def leases(self) -> int:
@@ -189,7 +192,7 @@ class PeerServer:
 
     def _lendable_blocks(self, block_bytes: int) -> int:
         # What is reserved counts as free: a slow source may reserve all, and peers have a part for some seconds.
-        left = min(self._most_bytes - self.lent_bytes, self._cache.leases.pinnable_bytes)
+        left = min(self._most_bytes - self.pinned_bytes, self._cache.leases.pinnable_bytes)
         # One block at a time is lent even if it is larger than the limit: it could never be read otherwise.
         return max(left // max(1, block_bytes), 0 if self._lent else 1)
 
@@ -197,13 +200,13 @@ class PeerServer:
         self._cache.blocks.pin(blocks)
         self._cache.order.share(blocks)
         self._lent[route, ident] = PeerLease(blocks, nbytes, self._clock() + LEASE_S)
-        self.lent_bytes += nbytes
+        self.pinned_bytes += nbytes
         self.lent_blocks += len(blocks)
 
     def _end(self, ended: list[tuple[bytes, int]]) -> None:
         for one in ended:
             lent = self._lent.pop(one)
-            self.lent_bytes -= lent.nbytes
+            self.pinned_bytes -= lent.nbytes
             self._cache.life.unpin(lent.blocks)
 
     def tick(self) -> None:

@@ -169,10 +169,8 @@ class PeerPlaces:
         """Return whether a place may be given to another node behind a name."""
         if not place.tier.name:
             return True
-        unused_s = now - _used_at(place)
-        if not place.tier.available():
-            return unused_s >= DARK_S and self._is_free(place)
-        return unused_s >= EXCHANGE_S and self._is_free(place)
+        least_s = EXCHANGE_S if place.tier.available() else DARK_S
+        return now >= _used_at(place) + least_s and self._is_free(place)
 
     def _is_free(self, place: PeerPlace) -> bool:
         return place.source.idle and place.tier.idle and not self._helper.has_reads(place.number)

@@ -34,6 +34,8 @@ logger = logging.getLogger(__name__)
 
 SMALL_POOL_BYTES = 1 << 30
 """Up to this size a pool's pages are not measured: that would take as long as the rest of the start."""
+POOL_NAMES = POOL_NAME, TABLE_NAME
+"""Names in systemd's fd store."""
 RELEASE_TIMEOUT_S = 5.0
 """Time for systemd to close the descriptors of an earlier pool."""
 TOLD_S = 2.0
@@ -50,8 +52,9 @@ class StartProgress:
         self._done_bytes = 0
 
     def __call__(self, done_bytes: int) -> None:
+        """Report how many bytes are done. They begin at 0 again when a file that was allocated is touched."""
         now = time.monotonic()
-        if done_bytes < self._done_bytes:  # a file was allocated, and is touched next
+        if done_bytes < self._done_bytes:
             self._began_at = now
         self._done_bytes = done_bytes
         left_s = round((now - self._began_at) * max(0, self._pool_bytes - done_bytes) / max(1, done_bytes))
@@ -227,16 +230,18 @@ def _open_memfds(
 ) -> Pool:
     pools, tables = stored.get(POOL_NAME, []), stored.get(TABLE_NAME, [])
     stored_pair = (pools[0], tables[0]) if len(pools) == len(tables) == 1 else None
-    if stored_pair is None and stored:
-        kept = ", ".join(f"{len(fds)} named {name}" for name, fds in sorted(stored.items()))
-        logger.warning("The pool starts empty. systemd kept other descriptors than one pool and one table: %s.", kept)
-        _discard_stored(notifier, stored)
-    discard = partial(_remove_from_systemd, notifier, stored)
+    unusable = {name: fds for name, fds in stored.items() if stored_pair is None or name not in POOL_NAMES}
+    if unusable:
+        kept = ", ".join(f"{len(fds)} named {name}" for name, fds in sorted(unusable.items()))
+        text = "systemd kept other descriptors than one pool and one table; they are closed: %s."
+        logger.warning(text if stored_pair else f"The pool starts empty. {text}", kept)
+        _discard_stored(notifier, unusable)
+    discard = partial(_remove_from_systemd, notifier, POOL_NAMES)
     reserved = config.reserved_pages == "auto"
     with closing(MemfdBacking(stored_pair, discard, progress, should_stop, takes_reserved=reserved)) as backing:
         pool = _make_pool(config, backing)
     if not (pool.recovered or should_stop()):  # one that is to stop may not have allocated all of it
-        for name, fd in zip((POOL_NAME, TABLE_NAME), pool.memory_fds, strict=True):
+        for name, fd in zip(POOL_NAMES, pool.memory_fds, strict=True):
             notifier.store_fd(name, fd)
     if pool.recovered or notifier.fd_store is FdStore.YES:
         pool.kept = "by systemd over restarts"

@@ -81,12 +81,12 @@ class Reports:
             counted = cache.prompts.count(session.id, one.lease_id, outcome)
             self._count_missed_for_tiers(counted)
             reason, tiers = self._reason_of(namespace, one, counted)
-            one = structs.replace(one, reason=reason)
             tokens: dict[str, int] = {}
             if not (one.again or one.outcome == m.Outcome.DROPPED):
                 its = PromptTokens(one.tokens, one.own_tokens, one.loaded_tokens, one.other_tokens)
                 tokens = cache.prompts.count_tokens(namespace, session.id, one.load_lease_id, its)
-            session.prompts.append(a.LoggedPrompt(session.id, message.namespace, one, tokens, tiers))
+            explained = structs.replace(one, reason=reason)
+            session.prompts.append(a.LoggedPrompt(session.id, message.namespace, explained, tokens, tiers))
         return m.Done(message.request_id, len(message.prompts))
 
     @answers(a.ListPrompts)

@@ -37,17 +37,23 @@ class Scrubber:
         self._begin()
 
     def _begin(self) -> None:
-        self._examined = 0
-        """Slots of the pass that are done, as those freed since it began, or are in the step that is being read."""
-        self._being_read = 0
-        """Number of slots in that step; 0 if none is being read, or if its slots are unverified ones, of no pass."""
+        self._done = 0
+        """Slots of the pass that were compared, or were freed since it began."""
+        self._step_end: int | None = None
+        """``_done`` after the step that is being read; None if none is, or if its slots are unverified ones, of no
+        pass."""
         self._checked_slots = self._checked_bytes = self._mismatches = 0
         self._started_at, self._seconds = self._clock(), 0.0
 
     @property
     def has_work(self) -> bool:
-        """Whether ``next_step`` may have slots to read."""
-        return self._cache.blocks.unverified_slots > 0 or self._examined < len(self._slots)
+        """Whether ``next_step`` may have slots to read. A step that was not finished is read again."""
+        return self._cache.blocks.unverified_slots > 0 or self._is_running
+
+    @property
+    def _is_running(self) -> bool:
+        """Whether a pass is running; its last step too is part of it."""
+        return self._done < len(self._slots)
 
     @answers(a.Scrub)
     def scrub(self, session: Session, message: a.Scrub) -> a.ScrubReply:
@@ -58,7 +64,7 @@ class Scrubber:
 
     def start(self) -> None:
         """Start a pass over all slots unless one is running."""
-        if self._examined == len(self._slots):
+        if not self._is_running:
             self._slots = np.flatnonzero(self._cache.slots.in_use).astype(np.uint32)
             self._begin()
 
@@ -67,43 +73,43 @@ class Scrubber:
 
         Slots that were not verified yet come before those of the pass.
         """
-        self._being_read = 0
+        self._step_end = None
         integrity = self._cache.integrity
         return _first(integrity.checks(integrity.next_unverified(_STEP_SLOTS))) or self._next_of_pass()
 
     def _next_of_pass(self) -> list[Check]:
         """Return the next slots of the pass to read. If none is left, end it."""
-        while self._examined < len(self._slots):
-            slots = self._slots[self._examined : self._examined + _STEP_SLOTS]
+        while self._is_running:
+            slots = self._slots[self._done : self._done + _STEP_SLOTS]
             if checks := _first([check for check in self._cache.integrity.checks(slots) if check.checksum]):
-                self._examined += int(np.flatnonzero(slots == checks[-1].slot)[0]) + 1
-                self._being_read = len(checks)
+                self._step_end = self._done + int(np.flatnonzero(slots == checks[-1].slot)[0]) + 1
                 return checks
-            self._examined += len(slots)
-            if self._examined == len(self._slots):
-                self._end()
+            self._advance(self._done + len(slots))
         return []
 
     def finish_step(self, checks: Sequence[Check], checksums: Sequence[int]) -> None:
         """Act on the checksums of a step's slots."""
         for check, found in zip(checks, checksums, strict=True):
             sound = apply_check(self._cache, check, found)
-            if self._being_read:
+            if self._step_end is not None:
                 self._checked_slots += 1
                 self._checked_bytes += check.length
                 self._mismatches += not sound
-        if self._being_read:
-            self._being_read = 0
-            if self._examined == len(self._slots):
-                self._end()
+        if self._step_end is not None:
+            self._advance(self._step_end)
+            self._step_end = None
+
+    def _advance(self, done: int) -> None:
+        """Set how many slots of the pass are done. With the last one the pass ends."""
+        self._done = done
+        if not self._is_running:
+            self._end()
 
     def report(self, request_id: int) -> a.ScrubReply:
         """Return the progress of the running pass, or the result of the last one; all 0 without any."""
-        slots, done = len(self._slots), self._examined - self._being_read
-        running = done < slots
-        seconds = max(0.0, self._clock() - self._started_at) if running else self._seconds
+        seconds = max(0.0, self._clock() - self._started_at) if self._is_running else self._seconds
         counts = self._checked_slots, self._checked_bytes, self._mismatches
-        return a.ScrubReply(request_id, running, slots, done, *counts, seconds)
+        return a.ScrubReply(request_id, self._is_running, len(self._slots), self._done, *counts, seconds)
 
     def _end(self) -> None:
         self._seconds = max(0.0, self._clock() - self._started_at)

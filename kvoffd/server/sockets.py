@@ -121,10 +121,10 @@ class Sockets:
 
     def close(self, linger_ms: int) -> None:
         """Send queued messages for at most ``linger_ms``, and close."""
-        for socket in (self._admission, self._jobs):
-            if self._service is not None:
-                self._loop.remove_reader(socket.FD)
-        self._service = None
+        if self._service is not None:
+            self._loop.remove_reader(self._admission.FD)
+            self._loop.remove_reader(self._jobs.FD)
+            self._service = None
         for socket in (self._jobs, self._events, self._admission):
             socket.close(linger=linger_ms)
         self._zmq.term()

@@ -291,7 +291,7 @@ class Statistics:
             bytes=server.served_bytes,
             refused_requests=server.refused,
             refused_handshakes=helper.refused_handshakes,
-            pinned_bytes=server.lent_bytes,
+            pinned_bytes=server.pinned_bytes,
         )
 
 

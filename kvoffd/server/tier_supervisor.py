@@ -121,7 +121,6 @@ class TierSupervisor:
     ) -> None:
         self._config, self._cache, self._pool = config, cache, pool
         self.tiering = tiering
-        """None if no tier is configured."""
         self._clock, self._post, self._state = clock, post, state
         self._disks: list[Disk] = []
         self._stopping = False
@@ -367,8 +366,11 @@ class TierSupervisor:
             self._state.save_disk_spent(spent)
 
     def ask_if_behind(self, fingerprint: bytes) -> bool:
-        """Return whether a namespace may have been cleared on all nodes since it was last open here, or was and still
-        has blocks. At its first lookup the stores and peers are asked; it may until they have answered."""
+        """Return whether a namespace's blocks in tiers may be void: others may have cleared it before it was opened.
+
+        Its first lookup asks the stores and peers. They may be void until all have answered, or for ``FOLLOW_S``, and
+        while a clear that was heard of is not carried out.
+        """
         if asked_tiers := self._always_asked:
             now = self._clock()
             if (asked_at := self._asked_at.get(fingerprint)) is None:

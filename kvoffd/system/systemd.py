@@ -11,6 +11,7 @@ import time
 from array import array
 from collections.abc import Mapping, MutableMapping, Sequence
 from enum import Enum
+from itertools import chain, repeat
 
 logger = logging.getLogger(__name__)
 
@@ -125,7 +126,7 @@ def take_stored_fds(environ: MutableMapping[str, str]) -> dict[str, list[int]]:
         return {}
     fds = range(FIRST_STORED_FD, FIRST_STORED_FD + int(count))
     stored: dict[str, list[int]] = {}
-    for fd, name in zip(fds, names.split(":") if names else ["unknown"] * len(fds), strict=False):
+    for fd, name in zip(fds, chain(names.split(":") if names else (), repeat("unknown")), strict=False):
         try:
             os.set_inheritable(fd, False)
         except OSError as error:

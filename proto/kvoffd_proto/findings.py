@@ -100,7 +100,7 @@ KINDS = {
     "halves_apart": Kind(
         "warning",
         "Unless it sleeps, the others look for a daemon elsewhere, and it stores and loads nothing. Its log says more.",
-        "mount this daemon's directory for all processes of the engine",
+        "one directory of the daemon for all processes of the engine: mount it for each",
     ),
     "workers_missing": Kind("warning", "Blocks become ready only with all ranks.", "kvoffd-cli clients --all"),
     "partial_blocks": Kind("warning", "A worker does not store, or workers are on several machines.", _LOG),
@@ -426,8 +426,10 @@ def late_tiers(facts: Facts) -> Iterator[Finding]:
             yield finding("tier_late", evidence, _share(late, had), "a larger pool_size, or a faster disk or store")
             return
         gain = _of_prompts(traffic, 100 * _share(late, traffic.asked_keys - traffic.not_needed_keys))
-        fixes = [f'{setting} = "{2 * parse_duration(facts.setting(setting)):g}s"' for _, setting in tiers]
-        yield finding("tier_late", evidence, _share(late, had), " or ".join(fixes) + _RESTART, gain=gain)
+        deadlines = [(setting, facts.setting(setting)) for _, setting in tiers]
+        fixes = [f'{setting} = "{2 * parse_duration(now):g}s"' for setting, now in deadlines if now]
+        fix = " or ".join(fixes) or "a longer disk_deadline or shared_deadline"
+        yield finding("tier_late", evidence, _share(late, had), fix + _RESTART, gain=gain)
 
 
 def tiers_down(facts: Facts) -> Iterator[Finding]:
@@ -719,7 +721,7 @@ def crowding(facts: Facts) -> Iterator[Finding]:
     most = verdict.most_gain(stats.since_start)
     best, quota, chosen = 0.0, 0.0, None
     for one in facts.counted:
-        if one.lookups < verdict.MIN_LOOKUPS or one.quota_bytes is not None:
+        if one.lookups < verdict.MIN_LOOKUPS or one.quota_bytes is not None or not one.ready_bytes:
             continue
         for part in QUOTAS:
             points = min(most, _found_with_quota(facts, one, part * one.ready_bytes) - base)
@@ -739,16 +741,18 @@ def crowding(facts: Facts) -> Iterator[Finding]:
 
 
 def _found_with_quota(facts: Facts, limited: s.NamespaceStats, quota_bytes: float) -> float:
-    """Return the percentage of the tokens that lru would find, of those that engines lack, with a quota."""
-    pool_bytes = facts.stats.pool.size_bytes
-    freed = limited.ready_bytes - quota_bytes
+    """Return the percentage of the tokens that lru would find, of those that engines lack, with a quota.
+
+    Estimates are for multiples of the whole pool, of which each namespace has its part. So the limited one finds what
+    it would in a pool that shrinks as its part does, and the others what they would in one that grows as theirs do.
+    """
+    pool_bytes, part_bytes = facts.stats.pool.size_bytes, limited.ready_bytes
+    others_size = (pool_bytes - quota_bytes) / max(1, pool_bytes - part_bytes)
     found = asked = 0.0
     for one in facts.counted:
         if one.curve is None:
             continue
-        # Estimates are for multiples of the whole pool, of which each namespace has its part. The others' parts grow as
-        # if the pool grew by what the quota frees.
-        size = quota_bytes / limited.ready_bytes if one is limited else pool_bytes / max(1.0, pool_bytes - freed)
+        size = quota_bytes / part_bytes if one is limited else others_size
         asked += one.curve.asked_tokens
         found += one.curve.asked_tokens * _lru_ratio(one.curve, size)
     return 100 * _share(found, asked)
@@ -818,7 +822,7 @@ def find(facts: Facts) -> list[Finding]:
     return sorted(found, key=lambda one: (LEVELS.index(one.level), -one.weight))
 
 
-PROGRAMS = "kvoffd-cli", "vllm", "curl", "df", "swapoff", "numactl", "echo"
+PROGRAMS = "kvoffd-cli", "vllm", "curl", "df", "swapoff", "numactl", "echo", "mount"
 """First words of fixes that are commands."""
 
 

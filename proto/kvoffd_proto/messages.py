@@ -479,6 +479,10 @@ class Reset(Request[Done], frozen=True):
     namespace: Fingerprint
 
 
+PAUSED_STORES = "Stores skipped while stores paused because vLLM had waited for them for too much of its time."
+"""Meaning of a count of an engine, and of all engines together."""
+
+
 @exchange(SCHEDULER)
 class ReportEngine(Request[Done], frozen=True):
     """Reports an engine's prefill rate, and what it skipped since its last report."""
@@ -486,7 +490,7 @@ class ReportEngine(Request[Done], frozen=True):
     namespace: Fingerprint
     prefill_tokens_per_second: Annotated[Speed, doc("Prefill rate in tokens per second, at least 1e-6; 0 if unknown.")]
     skipped_loads: Annotated[int, doc("Loads skipped because computing is faster.", ge=0, le=MAX_REPORTED)] = 0
-    paused_stores: Annotated[int, doc("Stores skipped because it had waited too often.", ge=0, le=MAX_REPORTED)] = 0
+    paused_stores: Annotated[int, doc(PAUSED_STORES, ge=0, le=MAX_REPORTED)] = 0
     late_lookups: Annotated[int, doc("Lookups that it stopped waiting for.", ge=0, le=MAX_REPORTED)] = 0
     problem: Annotated[
         str, doc("Why it stores and loads nothing; empty if it does.", max_length=MAX_PROBLEM_CHARACTERS)

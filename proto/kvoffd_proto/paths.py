@@ -63,9 +63,12 @@ def is_utf8(name: object) -> bool:
 
 
 def default_directory() -> Path:
-    """Return ``$KVOFFD_DIRECTORY``, else /run/kvoffd for root or if it exists, else the user's runtime directory."""
-    if named := os.environ.get("KVOFFD_DIRECTORY"):
-        return Path(named)
+    """Return ``$KVOFFD_DIRECTORY``, else /run/kvoffd for root or if it exists, else the user's runtime directory.
+
+    The daemon reads the variable the same way: without spaces around it, and with ``~`` as the home directory.
+    """
+    if named := os.environ.get("KVOFFD_DIRECTORY", "").strip():
+        return Path(os.path.expanduser(named))
     runtime = os.environ.get("XDG_RUNTIME_DIR")
     if os.geteuid() == 0 or SYSTEM_DIRECTORY.is_dir() or not runtime:
         return SYSTEM_DIRECTORY

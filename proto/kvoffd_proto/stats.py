@@ -37,6 +37,7 @@ from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.messages import (
     ADMIN,
     ANY_ROLE,
+    PAUSED_STORES,
     ByteCount,
     Count,
     Fingerprint,
@@ -201,7 +202,7 @@ class Traffic(Part, frozen=True):
     rejected_keys: Annotated[Count, doc("Keys not stored because the eviction policy rejected them.")] = 0
     late_lookups: Annotated[Count, counter("Lookups whose answers engines did not wait for: they computed.")] = 0
     skipped_loads: Annotated[Count, doc("Loads that engines skipped because computing was faster.")] = 0
-    paused_stores: Annotated[Count, doc("Stores that engines skipped because they had waited too long for stores.")] = 0
+    paused_stores: Annotated[Count, doc(PAUSED_STORES)] = 0
     retained_blocks: Annotated[Count, doc("Blocks that hints retained.")] = 0
     unretained_blocks: Annotated[Count, doc("Blocks not retained although a hint asked for it: too many.")] = 0
     retained_found_keys: Annotated[Count, counter("Keys found in blocks that a hint retained.")] = 0

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import os
 import re
 import tomllib
 from ipaddress import ip_network
@@ -18,6 +20,7 @@ from kvoffd.config import (
     DiskSize,
     Peer,
     ServerLimits,
+    Setting,
     load_config,
     parse_address,
     parse_peer,
@@ -27,6 +30,7 @@ from kvoffd.memory_estimate import memory_estimate, memory_shortage, memory_summ
 from kvoffd.system.limits import MemoryLimit
 from kvoffd.tiering.promotions import FILL_BYTES, MAX_QUEUED
 from kvoffd.tiering.writer import MAX_WAITING, WAITING_BYTES
+from kvoffd_proto.paths import default_directory
 
 EXAMPLE = Path(__file__).parents[2] / "deploy" / "kvoffd.toml"
 SETTING_LINE = re.compile(r"^# ([a-z_]+ = .*)$", re.MULTILINE)
@@ -61,6 +65,56 @@ def test_values_that_each_kind_of_setting_refuses(tmp_path: Path) -> None:
     assert load_config({"allowed_uids": "root,7", "allowed_gids": "root"}, {}).allowed_uids == (0, 7)
     assert "is unknown" in refusal({}, {"KVOFFD_LIMITS": "1"}), "limits are constants that tests may replace"
     assert load_config({}, {}, limits=ServerLimits(max_leases=7)).limits.max_leases == 7
+
+
+TEXTS = {
+    "pool_size": "64MiB", "pool_file": "/dev/shm/pool", "numa": "off", "reserved_pages": "off",
+    "directory": "/tmp/one", "eviction_policy": "lru", "disk": "/mnt/a=1GiB", "disk_start": "optional",
+    "disk_write": "never", "disk_write_per_day": "1TiB", "disk_deadline": "3s", "shared": "redis://one:6379",
+    "shared_password_file": "/etc/password", "shared_write": "always", "shared_ask_deadline": "1s",
+    "shared_deadline": "4s", "peers": "node-b:7400", "peer_listen": "[::1]:7400", "peer_secret_file": "/etc/secret",
+    "copy_threads": "3", "verify_share": "0.5", "allowed_uids": "root", "allowed_gids": "0", "admin_uids": "7",
+    "max_sessions": "300", "shutdown_deadline": "1m", "http_address": "localhost:80", "http_hosts": "one.example",
+    "log_level": "debug", "log_format": "json", "cuda_library": "/usr/libcuda.so", "pin_pool": "use",
+}  # fmt: skip
+"""A text of each setting, not its default."""
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=lambda one: one.name)
+def test_space_around_a_value_means_nothing_whatever_its_source(setting: Setting, tmp_path: Path) -> None:
+    name, text, file = setting.name, TEXTS[setting.name], tmp_path / "kvoffd.toml"
+    plain = load_config({name: text}, {})
+    assert plain != Config(), "the default would hide a value that is not read"
+    spaced = [f" {text}", f"{text} ", f"\t{text}\n"]
+    if name == "disk":
+        spaced += ["/mnt/a = 1GiB", "/mnt/a\t=1 GiB"]
+    for one in spaced:
+        assert load_config({name: one}, {}) == plain, "a flag"
+        assert load_config({}, {setting.variable: one}) == plain, "a variable"
+        file.write_text(f"{name} = {json.dumps(one)}\n")
+        assert load_config({}, {}, file) == plain, "the file"
+        if isinstance(getattr(plain, setting.field_name), tuple):
+            file.write_text(f"{name} = [{json.dumps(one)}]\n")
+            assert load_config({}, {}, file) == plain, "a list in the file"
+
+
+def test_space_around_the_name_of_the_file_means_nothing(tmp_path: Path) -> None:
+    (tmp_path / "kvoffd.toml").write_text('numa = "off"')
+    assert load_config({}, {"KVOFFD_CONFIG": f" {tmp_path}/kvoffd.toml\n"}).numa == "off"
+    assert load_config({}, {"KVOFFD_CONFIG": " "}) == Config()
+
+
+def test_what_is_nothing_but_space_is_no_directory() -> None:
+    assert refusal({"directory": " \t"}).startswith("directory (flag --directory): ' \\t' is not a path")
+    assert "is not a directory and a size" in refusal({"disk": " = 1GiB"})
+
+
+@pytest.mark.parametrize("text", ["~/kv", " ~/kv ", "/tmp/kv\n", " /tmp/kv"])
+def test_clients_and_daemon_read_the_same_directory(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setenv("HOME", "/home/one")
+    monkeypatch.setenv("KVOFFD_DIRECTORY", text)
+    assert default_directory() == load_config({}, os.environ).directory
+    assert str(default_directory()) in ("/home/one/kv", "/tmp/kv")
 
 
 @pytest.mark.parametrize(("given", "nbytes"), [("auto", None), ("0", 0), ("2GiB", 2 << 30)])

@@ -16,13 +16,18 @@ from tests.kit.wire import (
     Eavesdropper,
     KvMessage,
     KvSubscriber,
+    Page,
+    Part,
+    Segment,
+    Store,
+    Tensor,
     WireClient,
     books,
     key,
     keys,
 )
 
-OTHER = bytes(reversed(NAMESPACE))
+OTHER, THIRD = bytes(reversed(NAMESPACE)), b"two groups".ljust(32)
 POOL, DISK = "CPU", "STORAGE"
 """Media, as vLLM's own events name them."""
 
@@ -134,6 +139,28 @@ def test_a_block_of_several_ranks_is_published_with_its_tokens_when_it_is_whole(
         assert worker.store(caches[1], keys(1), [1], **links).ok
         (event,) = [event for message in events.messages() for event in message.events if event.keys]
         assert (event.keys, event.parents, event.tokens) == (keys(1), [bytes(32)], bytes(range(64)))
+
+
+def test_equal_keys_of_two_groups_keep_their_own_parents_and_tokens(
+    shared_daemon: DaemonProcess, memory: SharedMemory
+) -> None:
+    """One store of a key in both groups; only the first one's tokens are sent in a second store of them."""
+    with KvSubscriber(shared_daemon.directory) as events, WireClient(shared_daemon.directory) as worker:
+        worker.open_namespace(THIRD, groups=2)
+        cache = worker.register_layout(
+            [Segment(worker.attach(memory.fd), memory.size_bytes)],
+            [Tensor(0, 0, PAGE_BYTES, 8), Tensor(0, 8 * PAGE_BYTES, PAGE_BYTES, 8)],
+            [[Page(0, PAGE_BYTES)], [Page(1, PAGE_BYTES)]],
+            namespace=THIRD,
+        )
+        links = [([key(100 + group)], bytes([group]) * 64) for group in (0, 1)]
+        parts = [Part(keys(1), [1], group, parents=parents, tokens=sent) for group, (parents, sent) in enumerate(links)]
+        assert worker.step(cache, [Store(1, parts)])[1].ok
+        parts = [Part(keys(2), [2], 0, parents=links[0][0], tokens=links[0][1]), Part(keys(2), [2], 1)]
+        assert worker.step(cache, [Store(2, parts)])[2].ok
+        stored = [event for message in events.messages() for event in message.events if event.keys]
+    found = {(event.group, *event.keys): (event.parents, event.tokens) for event in stored}
+    assert found == {(0, key(1)): links[0], (1, key(1)): links[1], (0, key(2)): links[0], (1, key(2)): ([], b"")}
 
 
 class Reader(SchedulerClient):

@@ -191,6 +191,25 @@ def test_systemd_stores_one_pool_and_one_table(manager: ServiceManager, managed:
     manager.wait_stored_fds(2)
 
 
+@pytest.mark.parametrize("pool_size", ["32MiB", "48MiB"])
+def test_systemd_descriptors_of_other_names_are_closed_and_removed(
+    manager: ServiceManager, managed: DaemonProcess, pool_size: str
+) -> None:
+    """They stay open nowhere: whether the stored pool is used, or one of another size replaces it."""
+    read_end, write_end = os.pipe()
+    manager.stored_fds.append(("another", write_end))
+    managed.kill()
+    managed.flags["pool-size"] = pool_size
+    managed.start()
+    manager.wait_stored_fds(2)
+    assert {name for name, _ in manager.stored_fds} == NAMES
+    os.set_blocking(read_end, False)
+    assert os.read(read_end, 1) == b"", "nobody has the other end any more"
+    os.close(read_end)
+    assert "they are closed: 1 named another." in managed.log
+    assert managed.stop() == 0
+
+
 def test_systemd_descriptors_for_another_process_are_ignored() -> None:
     given = {"LISTEN_FDS": "2", "LISTEN_FDNAMES": "kvoffd-pool:kvoffd-slot-table", "LISTEN_PID": "1"}
     with DaemonProcess("4MiB", environ=given) as daemon:

@@ -104,7 +104,7 @@ def test_a_lease_ends_at_its_deadline_and_with_the_helper() -> None:
     assert (rig.server.leases, rig.pinned) == (1, 1)
     rig.release()
     rig.server.end_all()
-    assert (rig.server.leases, rig.server.lent_bytes, rig.pinned) == (0, 0, 0)
+    assert (rig.server.leases, rig.server.pinned_bytes, rig.pinned) == (0, 0, 0)
 
 
 def test_peers_may_pin_an_eighth_of_the_pool() -> None:

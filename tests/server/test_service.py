@@ -444,6 +444,44 @@ def test_a_step_of_scrubbing_reads_no_more_than_its_bytes(monkeypatch: pytest.Mo
     assert not scrubber.has_work
 
 
+@pytest.mark.parametrize("slots", [1, 3])
+def test_a_scrub_asked_for_in_the_last_step_of_another_is_that_one(slots: int) -> None:
+    """It is still running: its counts stay, and it ends with its last step."""
+    rig = CacheRig(units=64, region_units=8)
+    rig.commit(rig.begin(rig.open("one"), 0, 0, keys_of(*range(slots))))
+    scrubber = Scrubber(rig.cache, lambda: 0.0)
+    scrubber.start()
+    checks = scrubber.next_step()
+    assert (scrubber.report(1).running, scrubber.report(1).done_slots) == (True, 0)
+    scrubber.start()
+    scrubber.finish_step(checks, [7] * len(checks))
+    report = scrubber.report(2)
+    assert (report.running, report.slots, report.done_slots, report.checked_slots) == (False, slots, slots, slots)
+    assert not scrubber.has_work
+
+
+@pytest.mark.parametrize("step_bytes", [1, 1 << 20])
+def test_a_step_of_scrubbing_that_failed_is_read_again(monkeypatch: pytest.MonkeyPatch, step_bytes: int) -> None:
+    """Any step of a pass, the last one too; no slot counts as done before it was compared."""
+    rig = CacheRig(units=64, region_units=8)
+    rig.commit(rig.begin(rig.open("one"), 0, 0, keys_of(1, 2, 3)))
+    monkeypatch.setattr("kvoffd.server.scrubber.STEP_BYTES", step_bytes)
+    scrubber = Scrubber(rig.cache, lambda: 0.0)
+    scrubber.start()
+    steps = 0
+    while scrubber.has_work:
+        lost = scrubber.next_step()
+        assert scrubber.report(1).running
+        assert scrubber.has_work
+        checks = scrubber.next_step()
+        assert checks == lost
+        scrubber.finish_step(checks, [7] * len(checks))
+        steps += 1
+        assert steps <= 3
+    report = scrubber.report(1)
+    assert (report.running, report.done_slots, report.checked_slots, report.mismatches) == (False, 3, 3, 0)
+
+
 # --- registrations ---------------------------------------------------------------------------------
 
 

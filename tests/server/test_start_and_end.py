@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
@@ -166,9 +167,15 @@ END = [
 ]
 
 
-def life(directory: Path, monkeypatch: pytest.MonkeyPatch, **replaced: Callable[..., Any]) -> tuple[Daemon, list[str]]:
+def life(
+    directory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    error: type[Exception] | None = None,
+    **replaced: Callable[..., Any],
+) -> tuple[Daemon, list[str]]:
     """A daemon that is stopped once it is ready; what it did, each thing when it did it for the first time in
-    its start and for the last time in its end. ``replaced``: what to do in place of things, by name.
+    its start and for the last time in its end. ``replaced``: what to do in place of things, by name; ``error``: what
+    that raises in the end.
     """
     done: list[str] = []
 
@@ -187,7 +194,8 @@ def life(directory: Path, monkeypatch: pytest.MonkeyPatch, **replaced: Callable[
         watch(*one)
 
     daemon = Daemon(Config(directory=directory, pool_bytes=1 << 20, http_address=f"127.0.0.1:{free_port()}"))
-    uvloop.run(daemon.serve())
+    with nullcontext() if error is None else pytest.raises(error):
+        uvloop.run(daemon.serve())
     begin = done.index("say ready") + 2
     return daemon, [*dict.fromkeys(done[:begin]), *reversed(dict.fromkeys(reversed(done[begin:])))]
 
@@ -211,8 +219,7 @@ def test_an_end_that_fails_keeps_no_other_from_its_end(
     for owner, name in ((StateFile, "write the state"), (Sockets, "close sockets")):
         close: Callable[..., None] = owner.close
         monkeypatch.setattr(owner, "close", lambda *one, close=close, name=name: done.append(name) or close(*one))
-    with pytest.raises(LookupError, match="a bug"):
-        life(directory, monkeypatch, **{what.replace(" ", "_"): fail})
+    life(directory, monkeypatch, LookupError, **{what.replace(" ", "_"): fail})
     assert done[-1] == "close sockets"
     assert "write the state" in done
 
@@ -241,12 +248,26 @@ def test_scrubbing_that_failed_does_not_keep_jobs_from_their_end(
     assert failures == ["ERROR"]
 
 
+@pytest.mark.parametrize("fails", ["close disks", "end copies", "end copies of GPUs", "release GPUs"])
+def test_an_end_that_fails_keeps_the_pool(directory: Path, monkeypatch: pytest.MonkeyPatch, fails: str) -> None:
+    """It may not have ended what uses it."""
+
+    def fail(*_: object) -> None:
+        raise LookupError("a bug")
+
+    daemon, done = life(directory, monkeypatch, LookupError, **{fails.replace(" ", "_"): fail})
+    assert {what for *_, what in END} - {*done} == {"unmap the pool"}
+    daemon._directory.release()
+    daemon._pool.close()
+
+
 @pytest.mark.parametrize("hangs", ["close disks", "end copies", "end copies of GPUs", "release GPUs"])
 def test_what_hangs_keeps_the_pool_and_the_lock(directory: Path, monkeypatch: pytest.MonkeyPatch, hangs: str) -> None:
     """Until the process is gone: a successor would take memory in which a copy still writes."""
     daemon, done = life(directory, monkeypatch, **{hangs.replace(" ", "_"): lambda *_: False})
     assert daemon.copy_stuck
     assert "unmap the pool" not in done
+    assert {what for *_, what in END} - {*done} == {"unmap the pool"}, "all others ended"
     assert not list(directory.glob("*.sock"))
     with pytest.raises(KvoffdError, match="Another kvoffd"):
         DaemonDirectory(directory).acquire()

@@ -135,6 +135,8 @@ environ = {"LISTEN_PID": str(os.getpid()), "LISTEN_FDS": "3", "LISTEN_FDNAMES": 
 assert take_stored_fds(environ) == {"a": [3, 5], "b": [4]}
 assert environ == {"HOME": "/"}
 assert not any(os.get_inheritable(fd) for fd in (3, 4, 5))
+short = {"LISTEN_PID": str(os.getpid()), "LISTEN_FDS": "3", "LISTEN_FDNAMES": "a"}
+assert take_stored_fds(short) == {"a": [3], "unknown": [4, 5]}, "none stays open unnoticed"
 """
     subprocess.run([sys.executable, "-c", script], check=True, timeout=30)
 

@@ -36,8 +36,8 @@ class DoNoHarm:
     number of tokens. Time in queues does not count: earlier prompts would have to be computed first, too. Loads are
     grouped by length, a power of two of tokens. Loads of unknown duration, or not clearly slower, are made.
 
-    Stores pause for a while if vLLM waits for them too often before it reuses their blocks. That is the measurable harm
-    of stores: the engine's speed itself depends more on its batches.
+    Stores pause for a while if vLLM waits for them for too much of its time before it reuses their blocks. That is the
+    measurable harm of stores: the engine's speed itself depends more on its batches.
 
     Attributes:
         loads_paused_until: time until which loads are skipped, by bit_length() of their tokens.

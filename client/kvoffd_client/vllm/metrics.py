@@ -8,6 +8,8 @@ from collections.abc import Callable
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_offload.base import OffloadingCounterMetadata, OffloadingGaugeMetadata, OffloadingMetricMetadata
 
+from kvoffd_proto import messages as m
+
 CONNECTED = "vllm:kvoffd_connected"
 LOOKUPS = "vllm:kvoffd_lookups"
 LOOKUP_WAITS = "vllm:kvoffd_lookup_waits"
@@ -35,7 +37,7 @@ _COUNTERS = {
     FAILED_LOADS: "Loads that failed; their requests were recomputed.",
     FAILED_STORES: "Stores of which at least one block was not stored.",
     SLOW_LOADS: "Requests whose blocks were found but not loaded because computing was faster.",
-    PAUSED_STORES: "Stores skipped while stores paused because vLLM had waited for them too often.",
+    PAUSED_STORES: m.PAUSED_STORES,
     DEFERRED_STORES: "Stores deferred because the kvoffd daemon's credit was used up.",
     UNKNOWN_HINTS: "Hints in requests that were not known, could not be read, or were too many.",
 }
