@@ -41,10 +41,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the program; return its status: 0, 2 after a sentence on stderr, 130 after Ctrl-C."""
     parser = argparse.ArgumentParser("kvoffd-cli trace replay")
     parser.add_argument("file", type=Path)
-    for option in ("--size", "--blocks", "--block-size", "--disk"):
+    for option in ("--policy", "--size", "--blocks", "--block-size", "--disk", "--disk-write", "--disk-write-per-day"):
         parser.add_argument(option, default="")
-    for option, default in (("--policy", ""), ("--disk-write", AUTO), ("--disk-write-per-day", AUTO)):
-        parser.add_argument(option, default=default)
     fleet_command.add_options(parser)
     parser.add_argument("--pool", type=int, default=0, help="bytes of the daemon's pool")
     parser.add_argument("--json", action="store_true")
@@ -59,6 +57,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:
         _end_output()
         print(f"kvoffd-cli: The result cannot be printed ({error.strerror}).", file=sys.stderr)
+    except MemoryError:
+        print("kvoffd-cli: The replay needs more memory than there is; give smaller sizes or a part.", file=sys.stderr)
     except (ValueError, KvoffdError) as error:
         print(f"kvoffd-cli: {error}", file=sys.stderr)
     return EXIT_ERROR
@@ -73,6 +73,9 @@ def _replay_file(given: argparse.Namespace) -> None:
     """Replay as the arguments say. Raises ValueError with a sentence, and OSError if it cannot print."""
     nodes = fleet_command.node_count(given)
     policies = _policies(given.policy or (DEFAULT_POLICY if nodes else ALL))
+    if not given.disk and (given.disk_write or given.disk_write_per_day):
+        wrong = "--disk-write" if given.disk_write else "--disk-write-per-day"
+        raise ValueError(f"{wrong} needs a disk; give --disk too.")
     try:
         trace = read_trace(given.file)
     except OSError as error:
@@ -227,17 +230,19 @@ def _disks(given: argparse.Namespace, trace: RequestTrace, blocks: int, block_by
     """Return the disk of a size with each mode of writing; None if there is no disk."""
     if not blocks:
         return [None]
-    plans: list[DiskPlan | None] = []
-    for name in given.disk_write.split(","):
+    if (per_day := given.disk_write_per_day or AUTO) != AUTO and not block_bytes:
+        raise ValueError("--disk-write-per-day: the trace does not give the bytes of a block; give --block-size.")
+    plans: dict[DiskPlan | None, None] = {}
+    for name in (given.disk_write or AUTO).split(","):
         if name.strip() not in list(WriteMode):
             raise ValueError(f"--disk-write {name}: choose from {', '.join(WriteMode)}.")
-        mode, per_day = WriteMode(name.strip()), 0
-        if given.disk_write_per_day != AUTO:
-            per_day = -(-_bytes_of("--disk-write-per-day", given.disk_write_per_day) // max(1, block_bytes))
+        mode, most_blocks = WriteMode(name.strip()), 0
+        if per_day != AUTO:
+            most_blocks = -(-_bytes_of("--disk-write-per-day", per_day) // block_bytes)
         elif mode is WriteMode.AUTO:
-            per_day = blocks
-        plans.append(DiskPlan(blocks, mode, per_day if trace.seconds else 0))
-    return plans
+            most_blocks = blocks
+        plans[DiskPlan(blocks, mode, most_blocks if trace.seconds else 0)] = None
+    return list(plans)
 
 
 def _bytes_of(option: str, text: str) -> int:

@@ -31,7 +31,7 @@ SESSION_BLOCKS = 2
 SOURCES = "computed", "pool", "disk", "store", "peer"
 """Places from which the tokens of a prompt come."""
 MEASURED_FROM_NODES = 32
-"""Nodes from which on the user sees how much memory a replay takes before it begins: a node takes up to 30 MiB."""
+"""Nodes from which on the user sees how much memory a replay takes before it begins: a node takes up to 20 MiB."""
 MEASURED_NODES = 4
 """Nodes with which that is measured. Of a replay over n nodes it takes 4/n of the time."""
 

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from kvoffd.cache.block_table import select_keys
 from kvoffd.cache.cache import Cache
 from kvoffd.cache.curve import HitRatioCurve
 from kvoffd.cache.hooks import CacheListener
@@ -21,7 +22,7 @@ from kvoffd.pool.allocator import SlotAllocator
 from kvoffd.pool.slot_table import SlotTable, TableGeometry
 from kvoffd.simulate.disk import MAX_REGION_BLOCKS, REGIONS
 from kvoffd.simulate.tiers import DiskPlan, SimulatedTiers
-from kvoffd.simulate.trace import KEY_BYTES, RequestTrace
+from kvoffd.simulate.trace import KEY_BYTES, RequestTrace, TracedHint
 from kvoffd_proto.messages import COMING, READY, GroupSpec
 
 BLOCK_BYTES = 1 << 20
@@ -138,8 +139,18 @@ class Node:
 
     def request(self, keys: bytes) -> FoundPrefix:
         """Carry out a request like an engine: look up and load, then store what is missing."""
-        self.cache.order.tick()
+        self.cache.tick()
         return request(self.cache, self.namespace, keys, self.below, self._step_blocks)
+
+    def hint(self, hint: TracedHint) -> None:
+        """Carry out a hint, and wait for what it has tiers bring up."""
+        self.cache.hint(
+            self.namespace, hint.action, [(0, hint.keys)], hint.priority, hint.ttl_s, session=SESSION, giver=GIVER
+        )
+        if self.below is not None:
+            self.below.settle()
+        self.cache.tick()
+        finish_background(self.cache)
 
     @property
     def stored(self) -> int:
@@ -164,7 +175,7 @@ def replay(
         while given and given[0].before <= number:
             one = given.popleft()
             now = max(now, one.seconds) if trace.seconds else 0.0
-            node.cache.hint(node.namespace, one.action, [(0, one.keys)], one.priority, one.ttl_s, giver=GIVER)
+            node.hint(one)
         now = max(now, trace.seconds[number]) if trace.seconds else 0.0
         hits += node.request(keys).hits
     node.close()
@@ -180,6 +191,7 @@ def request(
     """Look up and load, then store the missing blocks in steps between which the tiers work."""
     (states,), _ = cache.lookup(namespace, SESSION, LEASE, [(0, keys)], giver=GIVER)
     cache.prompts.report()
+    finish_background(cache)
     for _ in range(MAX_LOOKUPS):
         if below is None or COMING.isdisjoint(states):
             break
@@ -187,20 +199,25 @@ def request(
         (states,), _ = cache.lookup(namespace, SESSION, LEASE, [(0, keys)], again=True, giver=GIVER)
     hits = len(states) - len(states.lstrip(bytes([READY])))
     found = FoundPrefix(hits, _load(cache, namespace, keys[: hits * KEY_BYTES], below) if below is not None else None)
-    if (ready := states.count(READY)) < len(states):
-        lacking, before = keys[ready * KEY_BYTES :], keys[: ready * KEY_BYTES][-KEY_BYTES:]
-        if hits < ready:  # keys behind the first that is missing are there
-            lacking = np.frombuffer(keys, np.uint64)[np.frombuffer(states, np.uint8) != READY].tobytes()
-        for begin in range(0, len(lacking), step_blocks * KEY_BYTES):
-            offered = lacking[begin : begin + step_blocks * KEY_BYTES]
-            part = StorePart(0, offered, before={0: before} if before else {})
-            before = offered[-KEY_BYTES:]
-            (ticket,) = cache.stores.begin(namespace, 0, [part])
-            cache.stores.commit([ticket], [[1] * len(ticket.copy)])
-            if below is not None:
-                below.tick()
+    lacking = np.flatnonzero(np.frombuffer(states, np.uint8) != READY).tolist()
+    for begin in range(0, len(lacking), step_blocks):
+        step = lacking[begin : begin + step_blocks]
+        before = keys[: step[0] * KEY_BYTES][-KEY_BYTES:]
+        offered = select_keys(keys, step, KEY_BYTES)
+        (ticket,) = cache.stores.begin(namespace, 0, [StorePart(0, offered, before={0: before} if before else {})])
+        cache.stores.commit([ticket], [[1] * len(ticket.copy)])
+        if below is not None:
+            below.tick()
+        finish_background(cache)
     cache.leases.end(SESSION, [LEASE])
+    finish_background(cache)
     return found
+
+
+def finish_background(cache: Cache) -> None:
+    """Do all background work. A daemon's loop begins it after each message, and continues until the next one."""
+    while cache.background():
+        pass
 
 
 def _load(cache: Cache, namespace: Namespace, keys: bytes, below: SimulatedTiers) -> LoadedKeys | None:

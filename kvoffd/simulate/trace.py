@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import gzip
 import zlib
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, NamedTuple, cast
 
@@ -27,6 +29,10 @@ MAX_VALUE_BYTES = 256 << 20
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 MAX_KEY, OWN_KEY = (1 << 8 * KEY_BYTES) - 1, 1 << 63
 """The largest key (negative ones wrap), and the first key of blocks local to a session."""
+MAX_TOKENS = (1 << 31) - 1
+"""The most tokens of a block."""
+MAX_TIME = 1 << 63
+"""The latest ``timestamp`` or ``t``, and as a negative number the earliest."""
 MAX_ACCESSES = 1 << 26
 """Limit of requests and their blocks together: a replay takes about 190 bytes for each, and a small file may unpack to
 any number."""
@@ -47,7 +53,7 @@ class _Line(Struct):
     input_length: Any = None
     session_input_length: Any = field(default=None, name="in")
     """``input_length`` of a session's request."""
-    block_tokens: Annotated[int, Meta(ge=0, lt=1 << 31)] | list[Any] | None = None
+    block_tokens: Annotated[int, Meta(ge=0, le=MAX_TOKENS)] | list[Any] | None = None
     """Tokens of a block; in kvcache-simulator's format those of each block, which are not used."""
     block_size: Any = None
     """Tokens of a block of a session, or of a request in kvcache-simulator's format."""
@@ -70,7 +76,17 @@ class _Line(Struct):
         """Tokens of a request's block; None if it does not give them."""
         if isinstance(self.block_tokens, int):
             return self.block_tokens
-        return self.block_size if type(self.block_size) is int and 0 < self.block_size < 1 << 31 else None
+        return self.valid_block_size
+
+    @property
+    def valid_block_size(self) -> int | None:
+        return self.block_size if type(self.block_size) is int and 0 < self.block_size <= MAX_TOKENS else None
+
+    def seconds(self, *, in_session: bool) -> float | None:
+        """Return the time of a request or a hint; None if it has none."""
+        if in_session and type(self.t) in (int, float):
+            return float(self.t)
+        return self.timestamp / 1000 if type(self.timestamp) in (int, float) else None
 
 
 _DECODER = Decoder(_Line | list[_Line])
@@ -120,7 +136,7 @@ class _Lengths:
     """Ranges of the tokens that a block may have, by the lengths of all requests."""
 
     def __init__(self) -> None:
-        self._padded = range(1, 1 << 31)
+        self._padded = range(1, MAX_TOKENS + 1)
         """If a request's last block need not be full."""
         self._whole = self._padded
         """If requests have only whole blocks, and a rest that is in none."""
@@ -179,14 +195,14 @@ class _TraceParts:
                 ids = [own.setdefault(block, OWN_KEY + self._own_keys + len(own)) for block in ids]
             self._add_sizes(line, one, len(ids))
             keys = b"".join([(block & MAX_KEY).to_bytes(KEY_BYTES, "big") for block in ids])
+            at = one.seconds(in_session=is_session)
             if line.hint is not None:
-                at = line.timestamp / 1000 if isinstance(line.timestamp, (int, float)) else 0.0
+                if at is None:  # it comes with the request before it
+                    at = self._seconds[-1] if self._seconds else 0.0
                 self._hints.append(TracedHint(len(self._requests), at, line.hint, keys, line.priority, line.ttl_s))
                 continue
-            if is_session and type(one.t) in (int, float):
-                self._seconds.append(one.t)
-            elif isinstance(one.timestamp, (int, float)):
-                self._seconds.append(max([one.timestamp / 1000, *self._seconds[-1:]]))  # never decreasing
+            if at is not None:
+                self._seconds.append(at)
             if isinstance(session, str | int) or is_session:
                 self._sessions.append(self._session_numbers.setdefault(session, len(self._session_numbers)))
             self._requests.append(keys)
@@ -205,7 +221,7 @@ class _TraceParts:
 
     def trace(self, *, cut_off: bool) -> RequestTrace:
         """Return the trace. Raises BadTrace if no object is a request."""
-        requests, seconds, sessions = self._requests, self._seconds, self._sessions
+        requests, seconds, sessions, hints = self._requests, self._seconds, self._sessions, self._hints
         if self._skipped and not requests and not self._hints:
             raise BadTrace(f"{self._path} is not a trace: none of its objects has hash_ids, or a list of requests.")
         if len(seconds) < len(requests):
@@ -213,9 +229,12 @@ class _TraceParts:
         if len(sessions) < len(requests):
             sessions = []
         if self._begin_together and seconds:
-            order = sorted(range(len(seconds)), key=seconds.__getitem__)
-            requests, seconds = [requests[at] for at in order], [seconds[at] for at in order]
-            sessions = [sessions[at] for at in order] if sessions else []
+            by_time = sorted((at, number) for number, at in enumerate(seconds))
+            hints = [one._replace(before=bisect_left(by_time, (one.seconds, one.before))) for one in hints]
+            hints.sort(key=lambda one: (one.before, one.seconds))
+            requests, seconds = [requests[number] for _, number in by_time], [at for at, _ in by_time]
+            sessions = [sessions[number] for _, number in by_time] if sessions else []
+        seconds = [*accumulate(seconds, max)]
         tokens, _ = max(self._kinds, key=self._kinds.__getitem__, default=(self._lengths.block_tokens, 0))
         sized = {kind: count for kind, count in self._kinds.items() if kind[1]}
         blocks = sum(sized.values())
@@ -228,7 +247,7 @@ class _TraceParts:
             others=[(*kind, count / blocks) for kind, count in sorted(sized.items())] if len(sized) > 1 else [],
             missing=self._missing,
             seconds=seconds,
-            hints=self._hints,
+            hints=hints,
             skipped=self._skipped,
             sessions=sessions,
         )
@@ -306,7 +325,7 @@ def _decoded(lines: Iterator[bytes], path: Path) -> Iterator[_Line]:
             begun = True
             every = found if isinstance(found, list) else [found]
             for one in every:
-                _check(one)
+                _check(one, f"{path}:{number}")
         except BadTrace:
             raise
         except (DecodeError, ValueError, RecursionError) as error:
@@ -332,13 +351,17 @@ def _with_rest(begin: bytes, lines: Iterator[bytes], path: Path) -> bytes:
     return b"".join(parts)
 
 
-def _check(line: _Line) -> None:
-    """Raise ValueError if the line is a request or a session with wrong values. Blocks and times may be missing."""
+def _check(line: _Line, where: str) -> None:
+    """Raise ValueError if the line is a request or a session with wrong values, and BadTrace if its times are. Blocks
+    and times may be missing."""
     is_session = line.requests is not UNSET
     if is_session and line.hash_id_scope not in ("local", "global"):
         raise ValueError
-    if is_session and not (line.block_size is None or (type(line.block_size) is int and line.block_size > 0)):
+    if is_session and line.block_size is not None and line.valid_block_size is None:
         raise ValueError
     for one in _requests_of(line):
         if one.hash_ids and not -(1 << 63) <= min(one.hash_ids) <= max(one.hash_ids) <= MAX_KEY:
             raise ValueError
+        for time in (one.t, one.timestamp):
+            if type(time) in (int, float) and not -MAX_TIME <= time <= MAX_TIME:
+                raise BadTrace(f"{where} has a time beyond 2^63; a timestamp is in milliseconds, and t in seconds.")

@@ -18,11 +18,12 @@ import pytest
 from kvoffd.cache import POLICY_NAMES
 from kvoffd.simulate.command import main
 from kvoffd.simulate.optimum import optimum_percent, uses_of
-from kvoffd.simulate.replay import replay
+from kvoffd.simulate.replay import open_cache, open_namespace, replay, request
 from kvoffd.simulate.tiers import DiskPlan
-from kvoffd.simulate.trace import KEY_BYTES, MAX_LINE_BYTES, BadTrace, RequestTrace, read_trace
+from kvoffd.simulate.trace import KEY_BYTES, MAX_LINE_BYTES, BadTrace, RequestTrace, TracedHint, read_trace
 from kvoffd.tiering import WriteMode
 from kvoffd_client.cli import main as console
+from kvoffd_proto.messages import READY, HintAction
 from tests.kit.cases import case
 from tests.kit.made_up_loads import LOADS, Traffic, chat_among_single_requests, trace_of
 
@@ -152,6 +153,38 @@ def test_hints_of_a_trace_are_obeyed_and_end(tmp_path: Path) -> None:
     assert hits({**retain, "ttl_s": 60.0}, release) == 0
 
 
+def test_the_replay_sets_aside_as_many_retained_blocks_as_a_daemon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A daemon's loop renews after each message what evictions may set aside: sixteen retained blocks outlive 200."""
+    monkeypatch.setattr("kvoffd.cache.hints.SET_ASIDE_AT_ONCE", 4)
+    trace = trace_of([[*range(16)], *([number] for number in range(100, 300)), [*range(16)]])
+    hint = TracedHint(1, 0.0, HintAction.RETAIN, trace.requests[0], 50, 60.0)
+    assert replay(trace, "lru", 64).hits == 0
+    assert replay(trace._replace(hints=[hint]), "lru", 64, hints=True).hits == 16
+
+
+def test_a_prefetch_brings_blocks_up_before_the_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also the later ones: one that has ended does not count for the limit."""
+    monkeypatch.setattr("kvoffd.cache.prefetches.MAX_PREFETCHES", 2)
+    trace, disk = trace_of([[*range(first, first + 4)] for first in range(0, 48, 4)] * 3), DiskPlan(64)
+    hints = [TracedHint(at, 0.0, HintAction.PREFETCH, keys) for at, keys in enumerate(trace.requests) if at >= 12]
+    plain, hinted = (replay(trace._replace(hints=hints), "lru", 16, disk, hints=obeyed) for obeyed in (False, True))
+    assert (plain.hits, plain.disk_hits) == (4 * 24, 4 * 24)
+    assert (hinted.hits, hinted.disk_hits) == (4 * 24, 0)
+
+
+def test_a_prompt_continues_behind_its_holes() -> None:
+    """What fills a hole has the number of the prompt that is asked for, as it is offered with the key before it."""
+    cache, trace = open_cache("lru", 16), trace_of([[*range(5)]])
+    (keys,), namespace = trace.requests, open_namespace(cache, trace)
+    request(cache, namespace, keys)
+    for number in (1, 3, 4):
+        cache.invalidate(namespace, [(0, keys[number * KEY_BYTES :][:KEY_BYTES])])
+    request(cache, namespace, keys, step_blocks=2)
+    states, blocks = cache.blocks.find(namespace.groups[0], keys)
+    assert states == bytes([READY] * 5)
+    assert len(set(cache.blocks.prompt[blocks].tolist())) == 1
+
+
 def test_it_prints_json_as_documented(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     file = write(tmp_path / "small.jsonl", [[1, 2, 3]] * 4)
     assert console(["trace", "replay", str(file), "--policy", "all", "--blocks", "2,3", "--json"]) == 0
@@ -243,14 +276,47 @@ def test_what_is_wrong_is_said_in_a_sentence(tmp_path: Path, capfd: pytest.Captu
         ("--blocks 2 --disk 1GiB", "give --block-size"),
         ("--blocks 2 --disk 1MiB --block-size 2MiB", "does not hold one block"),
         ("--blocks 2 --disk 4x --disk-write reuse", "choose from auto, always, never"),
+        ("--blocks 2 --disk-write auto", "--disk-write needs a disk; give --disk too"),
+        ("--blocks 2 --disk-write-per-day 1GiB", "--disk-write-per-day needs a disk; give --disk too"),
+        ("--blocks 2 --block-size 1MiB --nodes 2 --disk-write never", "--disk-write needs a disk; give --disk too"),
+        ("--blocks 2 --disk 4x --disk-write-per-day 1GiB", "--disk-write-per-day: the trace does not give the bytes"),
         ("--size much --block-size 2MiB", "--size: 'much' is not a size"),
         ("--size 1GiB --block-size 2PB", "--block-size: '2PB' has the unknown unit"),
     ):
         with case(arguments):
             assert main([str(file), *arguments.split()]) == 2
             assert sentence in capfd.readouterr().err
-    assert console(["trace", "replay", str(file), "--blocks", "0"]) == 2
-    assert "is not a list of block counts" in capfd.readouterr().err
+    for words, sentence in (
+        (["--blocks=0"], "is not a list of block counts"),
+        (["--blocks=2", "--disk-write=auto"], "--disk-write needs a disk"),
+        (["--blocks=2", "--disk-write-per-day=auto"], "--disk-write-per-day needs a disk"),
+    ):
+        assert console(["trace", "replay", str(file), *words]) == 2
+        assert sentence in capfd.readouterr().err
+
+
+def test_a_mode_that_is_named_twice_is_replayed_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Else the two would be compared as if they were policies."""
+    cycle = write(tmp_path / "cycle.jsonl", [[1], [2], [3]] * 50)
+    words = [str(cycle), "--blocks=2", "--disk=1x"]
+    for policies in ("lru", "lru,learned"):
+        printed = []
+        for modes in ("auto", "auto,auto", "auto, auto,auto"):
+            assert main([*words, "--policy", policies, "--disk-write", modes]) == 0
+            printed.append(capsys.readouterr().out)
+        with case(policies):
+            assert len(set(printed)) == 1
+
+
+def test_a_replay_without_enough_memory_ends_with_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def replay_nothing(*args: object, **kwargs: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr("kvoffd.simulate.command.replay", replay_nothing)
+    assert main([str(write(tmp_path / "small.jsonl", [[1]])), "--blocks=2"]) == 2
+    assert capsys.readouterr().err.startswith("kvoffd-cli: The replay needs more memory than there is")
 
 
 def test_what_a_recording_lacks_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -313,12 +379,26 @@ def test_a_file_that_is_no_trace_is_refused_with_the_line(tmp_path: Path) -> Non
         *('{"hash_ids": [true]}', '{"hash_ids": [-9223372036854775809]}', '{"hash_ids": [18446744073709551616]}'),
         *('{"hash_ids": [], "block_bytes": -1}', '{"hash_ids": [1], "block_tokens": 2147483648}'),
         *('{"requests": [{"hash_ids": [0.5]}]}', '{"requests": [], "hash_id_scope": "node"}', '{"requests": {}}'),
-        *('{"requests": [], "block_size": 0}', '{"requests": [[]]}'),
+        *('{"requests": [], "block_size": 0}', '{"requests": [[]]}', '{"requests": [], "block_size": 2147483648}'),
+        *('{"requests": [], "block_size": 1%s}' % ("0" * 400), '{"requests": [], "block_size": true}'),
         '{"hash_ids": [1], "x": ' + 9999 * "[" + 9999 * "]" + "}",
     ):
         file.write_text('{"hash_ids": [1]}\n' + line + "\n")
         with case(line[:40]), pytest.raises(BadTrace, match=r"bad\.jsonl:2 is neither a request"):
             read_trace(file)
+
+
+def test_a_time_that_is_no_clocks_is_refused_with_the_line(tmp_path: Path) -> None:
+    file = tmp_path / "bad.jsonl"
+    for time in ("1" + "0" * 400, "-1" + "0" * 400, "1e300", "9223372036854775809"):
+        for field in ("timestamp", "t"):
+            one = f'{{"hash_ids": [1], "{field}": {time}}}'
+            for line in (one, f'{{"requests": [{{"requests": [{one}]}}]}}'):
+                file.write_text('{"hash_ids": [1]}\n' + line + "\n")
+                with case(line[:60]), pytest.raises(BadTrace, match=r"bad\.jsonl:2 has a time beyond 2\^63"):
+                    read_trace(file)
+    file.write_text('{"hash_ids": [1], "timestamp": 9223372036854775808}\n')
+    assert read_trace(file).seconds == [2**63 / 1000]
 
 
 SESSION = {
@@ -360,6 +440,33 @@ def test_sessions_share_numbers_only_if_they_say_so(tmp_path: Path, scope: str, 
     keys = {keys[at : at + KEY_BYTES] for keys in trace.requests for at in range(0, len(keys), KEY_BYTES)}
     assert (len(trace.requests), len(keys)) == (8, blocks)
     assert list(trace.seconds) == sorted(trace.seconds), "sessions begin together"
+
+
+def test_a_sessions_times_do_not_depend_on_other_sessions(tmp_path: Path) -> None:
+    """Sessions begin together, also where the times of their requests are timestamps, in milliseconds."""
+    file = tmp_path / "sessions.jsonl"
+    sessions = [{"requests": [{"hash_ids": [1], "timestamp": 1000 * at} for at in times]} for times in ((1, 9), (2, 4))]
+    file.write_text("\n".join(map(json.dumps, sessions)))
+    trace = read_trace(file)
+    assert (trace.seconds, trace.sessions) == ([1, 2, 4, 9], [0, 1, 1, 0])
+
+
+def test_hints_of_sessions_stay_with_the_requests_of_their_time(tmp_path: Path) -> None:
+    file = tmp_path / "sessions.jsonl"
+    hint = {"hint": "release", "hash_id_scope": "global"}
+    lines: list[dict[str, object]] = [
+        {"requests": [{"hash_ids": [1], "t": 1}, {"hash_ids": [2], "t": 9}]},
+        {**hint, "hash_ids": [2]},  # it has no time: behind the request before it
+        {**hint, "hash_ids": [4], "timestamp": 5000},
+        {**hint, "requests": [{"hash_ids": [1], "t": 1}]},
+        {"requests": [{"hash_ids": [3], "t": 2}, {"hash_ids": [4], "t": 5}]},
+    ]
+    file.write_text("\n".join(map(json.dumps, lines)))
+    trace = read_trace(file)
+    assert trace.seconds == [1, 2, 5, 9]
+    last_keys = [int.from_bytes(one.keys, "big") for one in trace.hints]
+    assert [(one.before, one.seconds) for one in trace.hints] == [(1, 1), (2, 5), (4, 9)]
+    assert last_keys == [1, 4, 2]
 
 
 def test_requests_may_be_a_list_and_hashes_signed_or_missing(tmp_path: Path) -> None:

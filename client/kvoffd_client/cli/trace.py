@@ -52,9 +52,10 @@ MUCH_BYTES = 256 << 10
 """Bytes of keys in an answer after which the next fetch is at once: the daemon keeps at most 8 MiB."""
 POOL_ANSWER_S = 1.0
 """Time limit of the request for the pool's size, which is optional for a replay."""
-MMAP_THRESHOLD, MAPPED_FROM_BYTES = "MALLOC_MMAP_THRESHOLD_", 128 << 10
-"""A variable of glibc, and its default, which would grow otherwise: it would then take the tables of a replay's nodes
-from its heap and zero them. Most of their pages are never touched, so that is half of the memory."""
+REPLAY_ENVIRON = {"MALLOC_MMAP_THRESHOLD_": str(128 << 10), "NUMPY_MADVISE_HUGEPAGE": "0"}
+"""Variables of glibc and NumPy that halve the memory of a replay: most pages of its nodes' tables are never touched.
+glibc's threshold, here its default, would grow otherwise: it would then take tables from its heap and zero them. NumPy
+would ask for huge pages for tables of 4 MiB, of which the first touch takes 2 MiB."""
 ID_BITS = 53
 """Bits of a key's number, within which JSON's numbers are exact in every language."""
 
@@ -259,10 +260,11 @@ def replay(
         str,
         typer.Option(metavar="SIZE,...", help="Sizes of a disk; 4x: four times the pool."),
     ] = "",
-    disk_write: Annotated[str, typer.Option(metavar="MODES", help="As the daemon's disk_write.")] = "auto",
+    disk_write: Annotated[str, typer.Option(metavar="MODES", help="As the daemon's disk_write. [default: auto]")] = "",
     disk_write_per_day: Annotated[
-        str, typer.Option(metavar="SIZE", help="0: no limit. auto: the disk's size, with --disk-write auto.")
-    ] = "auto",
+        str,
+        typer.Option(metavar="SIZE", help="0: no limit. [default: the disk's size with --disk-write auto]"),
+    ] = "",
     nodes: Annotated[str, typer.Option(metavar="N", help="Replay over this many nodes like this one.")] = "",
     route: Annotated[
         str,
@@ -336,7 +338,7 @@ def replay(
         raise CliError("Replay needs the package kvoffd, which is not installed here.")
     words = program("kvoffd.simulate.command", Path(found.origin).parents[1])
     named = {"--policy": policy, "--size": size, "--blocks": blocks, "--block-size": block_size, "--disk": disk}
-    named |= {"--disk-write": disk_write, "--disk-write-per-day": disk_write_per_day} if disk else {}
+    named |= {"--disk-write": disk_write, "--disk-write-per-day": disk_write_per_day}
     named |= {"--nodes": nodes, "--route": route, "--busy-limit": busy_limit, "--least-prefix": least_prefix}
     named |= {"--staleness": staleness, "--peers": peers, "--shared": shared, "--shared-write": shared_write}
     named |= {"--speeds": speeds}
@@ -344,5 +346,5 @@ def replay(
     if not size and not blocks:
         with suppress(KvoffdClientError), AdminClient(local_directory(directory), POOL_ANSWER_S) as admin:
             words.append(f"--pool={admin.stats().pool.size_bytes}")
-    environ = os.environ | {MMAP_THRESHOLD: str(MAPPED_FROM_BYTES)}
-    return subprocess.run([*words, *["--json"] * json, "--", str(file)], env=environ, check=False).returncode
+    words += [*["--json"] * json, "--", str(file)]
+    return subprocess.run(words, env=os.environ | REPLAY_ENVIRON, check=False).returncode
