@@ -355,11 +355,14 @@ class KvoffdConnector(OffloadingConnector):
         return sum(at.offset <= end + self._read_ahead_tokens and at.offset + at.length > end for at in images) > 1
 
     def _admit(self, state: RequestState, own_tokens: int, tokens: int) -> int | None:
-        """Return how many of the ``tokens`` found are loaded now; None if the request waits for other loads."""
+        """Return how many of the ``tokens`` found are loaded now; None if the request waits for other loads, or because
+        the next step reads another adapter."""
         if self._shape.full_attention and self._shape.has_windows_or_states:
             self._mark_shared_prefix(state, own_tokens + tokens)
         if not tokens or self._manager.skip_slow_load(state, tokens):
             return 0 if self._admission.admit_compute(state.request, own_tokens) else None
+        if not self._manager.adapters.may_load(state):
+            return None
         admission = self._admission.admit_load(state.request, own_tokens + tokens)
         if admission is Admission.ONLY_COMPUTE:
             self._manager.refuse_load(state)
