@@ -44,8 +44,8 @@ if TYPE_CHECKING:
     from vllm.distributed.kv_events import KVCacheEvent
     from vllm.v1.request import Request
 
-# Errors after which the blocks are unusable. After other errors they are still valid.
 BLOCKS_UNUSABLE = frozenset({ErrorCode.NOT_READY, ErrorCode.COPY_FAILED, ErrorCode.CHECKSUM})
+"""Errors after which the blocks are unusable. After other errors they are still valid."""
 
 
 class KvoffdManager(OffloadingManager):
