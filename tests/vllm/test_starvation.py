@@ -281,6 +281,23 @@ def test_a_prompt_that_waits_for_loads_costs_a_step_little_however_many_run(make
     assert max(max(asked[2:]) for asked in lines.values()) <= LINES_OF_ONE_THAT_WAITS
 
 
+def test_whether_an_answer_is_old_is_not_asked_key_by_key(make: Make) -> None:
+    engine = make(FULL, WINDOW, blocks=301, max_model_len=8192)
+    engine.manager.prefill.tokens_per_second = 100.0  # it waits for its answer
+    engine.answers = False
+    engine.add("r", prompt(1, 240))
+    engine.client.answer(set())
+    engine.step()
+    stored, answer = engine.client.stored, engine.manager.requests["r"].answer
+    assert answer is not None
+    assert answer.asked_chunks == 480
+    stored.add([b"another"])
+    assert lines_of(lambda: answer.is_old(stored)) < 60
+    assert not answer.is_old(stored)
+    stored.add([bytes(answer.chunks[1][-1])])
+    assert answer.is_old(stored)
+
+
 def test_a_prompt_that_waits_for_a_disk_is_loaded_once_it_is_there_though_another_is_loading(make: Make) -> None:
     engine = make(FULL, blocks=6000, max_model_len=8192, max_num_batched_tokens=1024)
     engine.manager.prefill.tokens_per_second = 6400.0
