@@ -32,7 +32,7 @@ STUCK_S = 1.0
 LONGEST_DELAY_S = 1.0
 """Longest time from the begin of a load for which later long prompts wait for it."""
 SortKey: TypeAlias = tuple[float, float]
-"""What vLLM sorts waiting requests by: priority, or 0, and time of arrival."""
+"""Sort key of a waiting request in vLLM: its priority, or 0, and its time of arrival."""
 BEHIND_ALL: SortKey = inf, inf
 
 
