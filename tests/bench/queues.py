@@ -1,4 +1,5 @@
-"""What prompts that wait cost vLLM's scheduler: many that queue, many that wait for a disk, a long one without space.
+"""What prompts that wait cost vLLM's scheduler: many that queue, that wait for a disk, or behind a load; a long one
+without space.
 
 vLLM's own scheduler with the connector's half in it; a model and workers that do nothing. The long queue has a real
 daemon, the others one that answers as they need it. "Ours" is the time in the connector's calls, vLLM's search for hits
@@ -18,13 +19,15 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from vllm.v1.kv_cache_interface import KVCacheGroupSpec, SlidingWindowSpec
+
 from kvoffd_client import AdminClient, NamespaceSpec
 from kvoffd_client.testing import running_daemon
 from kvoffd_client.vllm.engine_namespace import MemoryState
 from tests.kit.models import make_tiny_llama
 from tests.kit.waiting import wait_until
 from tests.vllm.scheduler_harness import SchedulerHarness
-from tests.vllm.vllm_config import make_config, make_scheduler
+from tests.vllm.vllm_config import HEADS, full_attention, make_config, make_scheduler
 
 BLOCK_TOKENS = 32
 OURS = ("on_new_request", "get_num_new_matched_tokens", "update_state_after_alloc", "build_connector_meta")
@@ -153,17 +156,52 @@ def without_space(model: Path, tokens: int) -> list[str]:
     return [row(f"a step with a prompt of {tokens:,} tokens that has no space, ours", steps[1:]), first]
 
 
+def behind_a_load(model: Path, prompts: int, tokens: int) -> list[str]:
+    """New prompts, all of which the daemon has, behind a load that waits until another one has ended."""
+    full = KVCacheGroupSpec(["full"], full_attention())
+    window = KVCacheGroupSpec(["window"], SlidingWindowSpec(block_size=BLOCK_TOKENS, sliding_window=64, **HEADS))
+    with tempfile.TemporaryDirectory() as directory:
+        arguments = {"max_model_len": tokens + 1024, "max_num_batched_tokens": 8192, "max_num_seqs": 256}
+        config = make_config(model, {"directory": directory, "do_no_harm": False}, **arguments)
+        engine = SchedulerHarness(config, tokens * 3 // 2 // BLOCK_TOKENS, full, window)
+        engine.held = {"first"}
+        first = engine.add("first", tokens_of(0, tokens + 1))
+        engine.there |= {bytes(one) for one in first.block_hashes}
+        for _ in range(3):
+            engine.step()
+        assert engine.loading
+        for number in range(1, prompts + 1):
+            request = engine.add(f"r{number}", tokens_of(number, tokens + 1))
+            engine.there |= {bytes(one) for one in request.block_hashes}
+        watch, steps = Stopwatch(engine.connector), []
+        for _ in range(200):
+            asked = len(engine.client.asked)
+            watch.take_ms()
+            engine.step()
+            steps.append((len(engine.client.asked) > asked, watch.take_ms()))
+        assert not engine.loaded
+        engine.close()
+    what = f"{prompts:,} prompts of {tokens:,} tokens behind a load that waits"
+    asking = [ms for asks, ms in steps[1:] if asks]
+    return [
+        row(f"a step with {what}, ours", [ms for asks, ms in steps[1:] if not asks]),
+        row("the same, in which some of them are looked up", asking),
+        f"| its first, in which that load is found, ours | {steps[0][1]:.3f} | |",
+    ]
+
+
 def main() -> None:
     os.environ["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--prompts", type=int, default=20_000, help="length of the queue")
     parser.add_argument("--waiting", type=int, default=1000, help="prompts that wait for a disk")
     parser.add_argument("--tokens", type=int, default=524_288, help="tokens of the long prompt")
+    parser.add_argument("--behind", type=int, default=100, help="prompts of 32,000 tokens behind a load that waits")
     chosen = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         model = make_tiny_llama(Path(directory, "model"))
         rows = long_queue(model, chosen.prompts) + disk_waiters(model, chosen.waiting)
-        rows += without_space(model, chosen.tokens)
+        rows += without_space(model, chosen.tokens) + behind_a_load(model, chosen.behind, 32_000)
     print("\n| | median ms | longest ms |\n|---|---|---|")
     print("\n".join(sorted(rows, key=lambda one: not one.startswith("|"))))
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from hashlib import sha256
 from pathlib import Path
+from random import Random
 from typing import Any, cast
 
 import pytest
@@ -18,10 +20,20 @@ from vllm.lora.worker_manager import WorkerLoRAManager
 
 from kvoffd_client import NamespaceSpec, SchedulerClient
 from kvoffd_client.vllm import adapters
-from kvoffd_client.vllm.adapters import UNREADABLE, AdapterContents, LiveAdapters
-from kvoffd_client.vllm.engine_namespace import EngineNamespace, MemoryState
+from kvoffd_client.vllm.adapters import (
+    AHEAD_S,
+    ANSWER_PATIENCE_S,
+    ASK_AGAIN_S,
+    UNREADABLE,
+    AdapterContents,
+    LiveAdapters,
+)
+from kvoffd_client.vllm.chunk_groups import wire_keys
+from kvoffd_client.vllm.engine_namespace import EngineNamespace, MemoryState, Search
 from tests.kit.clock import Clock
 from tests.kit.models import write_lora_adapter
+from tests.vllm.scheduler_harness import SchedulerHarness
+from tests.vllm.vllm_config import make_config
 from tests.vllm.vllm_fakes import FakeSchedulerClient
 
 
@@ -163,6 +175,25 @@ def test_vllm_gets_the_adapter_that_was_read_ahead(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(adapters, "AHEAD_S", 0.0)
     worker.loaded(other, 4)
     assert worker.manager.reads == before + 1
+
+
+def test_an_adapter_that_was_read_ahead_long_ago_is_read_again_before_a_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM reads its files, which may be others by now: blocks of the former ones must not be loaded for it."""
+    now = Clock()
+    monkeypatch.setattr(adapters.time, "monotonic", now)
+    path = write_lora_adapter(tmp_path / "one", seed=1)
+    worker = AdapterWorker()
+    worker.adapters.read_ahead([lora_request(path)])
+    (first,) = worker.contents.values()
+    write_lora_adapter(path, seed=2)
+    now.now += AHEAD_S
+    assert worker.contents == {}, "the scheduler half must not rely on it"
+    worker.adapters.read_ahead([lora_request(path)])
+    (second,) = worker.contents.values()
+    assert (second != first, worker.changes) == (True, 1)
+    assert (worker.loaded(path), worker.manager.reads) == (second, 2)
 
 
 @pytest.mark.parametrize("broken", ["gone", "no directory", "no weights", "damaged"])
@@ -310,3 +341,116 @@ def test_one_adapter_is_asked_for_in_a_step(tmp_path: Path) -> None:
     known.ask(lora_request(tmp_path, 2))
     assert [each.lora_int_id for each in known.take_wanted()] == [2]
     assert known.take_wanted() == []
+
+
+class AdapterEngine(SchedulerHarness):
+    """An engine over vLLM's scheduler whose worker reads the adapters that it is asked for, and keeps ``MAX_LORAS``.
+
+    Attributes:
+        read: numbers of the adapters that the worker read, step after step.
+        silent: numbers of adapters that it does not report.
+    """
+
+    MAX_LORAS = 2
+
+    def __init__(self, model: Path, directory: Path) -> None:
+        lora = {"enable_lora": True, "max_loras": self.MAX_LORAS, "max_lora_rank": 8}
+        super().__init__(make_config(model, {"directory": str(directory)}, max_model_len=1024, **lora), 500)
+        self.read: list[list[int]] = []
+        self.silent: set[int] = set()
+        self.memory: dict[int, tuple[str, bytes]] = {}
+        self.report()
+
+    def report(self) -> None:
+        namespace = self.manager.namespace
+        assert namespace.current is not None
+        state = MemoryState(NamespaceSpec.named("model"), "weights", namespace.generation, adapters={**self.memory})
+        namespace.update({0: replace(state, registered=namespace.current.fingerprint)})
+
+    def add_one(self, number: int, max_tokens: int = 1) -> Any:
+        """A new prompt of two blocks for the adapter of this number."""
+        tokens = Random(number).choices(range(1000), k=65)
+        return self.add(f"{number}", tokens, max_tokens, lora_request=lora_request(f"/{number}", number))
+
+    def work(self, output: Any, meta: Any) -> Any:
+        self.read.append([one.lora_int_id for one in meta.adapters if one.lora_int_id not in self.memory])
+        for number in self.read[-1]:
+            if number not in self.silent:
+                self.memory[number] = f"/{number}", b"%d" % number
+        self.memory = dict([*self.memory.items()][-self.MAX_LORAS :])
+        self.report()
+        return super().work(output, meta)
+
+
+def wire_keys_of(request: Any) -> set[bytes]:
+    """The keys on the wire of the prompt of ``AdapterEngine.add_one``."""
+    content = sha256(b"%d" % request.lora_request.lora_int_id).digest()
+    return {*wire_keys(list(map(bytes, request.block_hashes)), content)}
+
+
+def test_a_prompt_waits_for_its_adapter_from_when_the_workers_were_asked_for_it(model: Path, tmp_path: Path) -> None:
+    """vLLM runs prompts of ``max_loras`` adapters at once, for long, and comes to others only then."""
+    engine = AdapterEngine(model, tmp_path)
+    first = [engine.add_one(number, max_tokens=50) for number in range(1, 6)]
+    last = engine.add_one(6)
+    engine.there = wire_keys_of(last)
+    while not all(one.is_finished() for one in first):
+        engine.step()
+        if len(engine.scheduler.running) == engine.MAX_LORAS:
+            engine.clock.now += ANSWER_PATIENCE_S / 20
+    engine.end([last], 20)
+    assert engine.loaded == [last.request_id]
+    engine.close()
+
+
+def test_an_adapter_that_no_worker_reports_delays_no_other_ones(model: Path, tmp_path: Path) -> None:
+    """The workers are asked for each in its turn."""
+    engine = AdapterEngine(model, tmp_path)
+    engine.silent = {1, 2}
+    silent = [engine.add_one(number) for number in (1, 2)]
+    others = [engine.add_one(number) for number in range(3, 9)]
+    engine.there = {key for one in others for key in wire_keys_of(one)}
+    began = engine.clock.now
+    engine.end(others, 100)
+    assert engine.clock.now - began < ASK_AGAIN_S
+    assert {*engine.loaded} == {one.request_id for one in others}
+    assert not any(one.num_computed_tokens for one in silent)
+    engine.clock.now += ANSWER_PATIENCE_S
+    engine.end(silent, 20)
+    engine.close()
+
+
+def test_a_step_reads_one_adapter_though_prompts_of_many_could_be_loaded(model: Path, tmp_path: Path) -> None:
+    """Their workers have read each of them once, and keep ``max_loras`` of them."""
+    engine = AdapterEngine(model, tmp_path)
+    engine.answers = False
+    requests = [engine.add_one(number) for number in range(1, 13)]
+    for _ in range(20):
+        engine.step()
+        engine.clock.now -= 0.01  # no answer is late
+    assert [number for numbers in engine.read for number in numbers] == [*range(1, 13)]
+    engine.there = {key for one in requests for key in wire_keys_of(one)}
+    engine.answers = True
+    engine.end(requests, 100)
+    assert {*engine.loaded} == {one.request_id for one in requests}
+    assert max(map(len, engine.read)) == 1
+    engine.close()
+
+
+def test_a_prompt_asks_again_for_its_adapter_after_a_reset(model: Path, tmp_path: Path) -> None:
+    """The workers have forgotten what they read."""
+    engine = AdapterEngine(model, tmp_path)
+    engine.silent = {1}
+    request = engine.add_one(1)
+    engine.step()
+    namespace: Any = engine.manager.namespace
+    before = namespace.current
+    namespace.leave(engine_cache_kept=False)
+    namespace.current, namespace._search = before, Search.FOUND
+    engine.silent, engine.there, engine.read = set(), wire_keys_of(request), []
+    engine.report()
+    engine.step()
+    assert engine.read == [[1]]
+    engine.end([request], 20)
+    assert engine.loaded == [request.request_id]
+    engine.close()

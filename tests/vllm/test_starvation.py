@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from random import Random
@@ -16,6 +16,7 @@ from kvoffd_client.vllm.engine_namespace import Search
 from kvoffd_client.vllm.load_admission import LONGEST_DELAY_S
 from kvoffd_client.vllm.log import logger
 from tests.kit.amount import TIMES
+from tests.kit.lines import lines_of
 from tests.vllm.scheduler_harness import SchedulerHarness
 from tests.vllm.vllm_config import HEADS, full_attention, kv_cache_configs, make_config, recurrent_state
 from tests.vllm.vllm_fakes import split
@@ -26,6 +27,9 @@ FULL = KVCacheGroupSpec(["full"], full_attention())
 WINDOW = KVCacheGroupSpec(["window"], SlidingWindowSpec(block_size=BLOCK_TOKENS, sliding_window=64, **HEADS))
 STATE = KVCacheGroupSpec(["state"], recurrent_state())
 RING = KVCacheGroupSpec(["ring"], CircularBufferSpec(block_size=BLOCK_TOKENS, **HEADS))
+
+LINES_OF_ONE_THAT_WAITS = 50
+"""Lines of ours for a prompt that waits for other prompts' loads, in each step: about five microseconds."""
 
 Make = Callable[..., SchedulerHarness]
 
@@ -61,6 +65,19 @@ def scans_of(engine: SchedulerHarness) -> list[str]:
     scan = scheduler._lookup
     scheduler._lookup = lambda status, *rest: scanned.append(status.req.request_id) or scan(status, *rest)
     return scanned
+
+
+def lines_of_asking(engine: SchedulerHarness) -> list[int]:
+    """The lines of each call in which vLLM asks for a request from now on, in order."""
+    counts, ask = list[int](), engine.connector.get_num_new_matched_tokens
+
+    def counted(*arguments: Any) -> Any:
+        results: list[Any] = []
+        counts.append(lines_of(lambda: results.append(ask(*arguments))))
+        return results[0]
+
+    engine.connector.get_num_new_matched_tokens = counted
+    return counts
 
 
 def passed(engine: SchedulerHarness, name: str, behind: list[Any]) -> list[str]:
@@ -176,32 +193,109 @@ def test_prompts_that_wait_for_loads_are_not_scanned_in_each_step(make: Make, fo
     assert {"waits-1", "waits-2"} <= {*engine.loaded}
 
 
-@pytest.mark.parametrize("for_space", [True, False])
+@pytest.mark.parametrize(
+    ("groups", "blocks", "prompt_blocks", "there", "scanned_each", "scanned_all"),
+    [
+        pytest.param((FULL, WINDOW), 301, 240, range(240), 1, 1, id="space"),
+        pytest.param((FULL, WINDOW), 301, 6, range(3), 2, 20, id="space, maybe nothing to load"),
+        pytest.param((FULL,), 6000, 240, range(20), 0, 0, id="earlier"),
+        pytest.param((FULL, WINDOW), 6000, 240, [0, *range(2, 240)], 1, 20, id="earlier, maybe enough to load"),
+    ],
+)
 def test_of_many_new_prompts_behind_a_load_few_are_scanned_in_a_step(
-    make: Make, monkeypatch: pytest.MonkeyPatch, for_space: bool
+    make: Make,
+    monkeypatch: pytest.MonkeyPatch,
+    groups: Any,
+    blocks: int,
+    prompt_blocks: int,
+    there: Collection[int],
+    scanned_each: int,
+    scanned_all: int,
 ) -> None:
     """They would wait all the same: for space, as the load before them, or until it ends, as they take several steps.
-    A scan of a prompt of 32,000 tokens takes two milliseconds."""
+    A scan of a prompt of 32,000 tokens takes two milliseconds. It is made where it may find that one need not wait."""
     monkeypatch.setattr("kvoffd_client.vllm.prompt_waits.SCANNED_HASHES", 1)
-    engine = make(*(FULL, WINDOW) if for_space else (FULL,), blocks=301 if for_space else 6000, max_model_len=8192)
+    engine = make(*groups, blocks=blocks, max_model_len=8192)
     engine.held = {"first"}
     first = engine.add("first", prompt(0, 200))
     have(engine, first)
     for _ in range(3):
         engine.step()
-    waiting = [engine.add(f"waits-{seed}", prompt(seed, 240)) for seed in range(1, 21)]
-    engine.there |= {bytes(one) for each in waiting for one in each.block_hashes[: 240 if for_space else 20]}
+    waiting = [engine.add("waits-1", prompt(1, 240))]
+    waiting += [engine.add(f"waits-{seed}", prompt(seed, prompt_blocks)) for seed in range(2, 21)]
+    engine.there |= {bytes(each.block_hashes[at]) for each in waiting for at in there}
+    if blocks < 6000:
+        have(engine, waiting[0])
     scanned, counts = scans_of(engine), list[int]()
     for _ in range(30):
         before = len(scanned)
         engine.step()
         engine.clock.now -= 0.01  # a load is not waited for for long
         counts.append(len(scanned) - before)
-    assert max(counts) <= (2 if for_space else 0), "the one whose load waits, and one more"
-    assert len({*scanned}) == (20 if for_space else 0), "each in its turn, as it may have nothing to load"
+    assert max(counts) == scanned_each, "the one whose load waits, and one more"
+    assert len({*scanned}) == scanned_all, "each in its turn"
     engine.held = set()
     engine.end([first, *waiting], 1000)
     assert engine.loaded == ["first", *(one.request_id for one in waiting)]
+
+
+def test_a_prompt_whose_load_is_too_slow_computes_though_a_load_before_it_waits_for_space(make: Make) -> None:
+    engine = make(FULL, WINDOW, blocks=301, max_model_len=8192)
+    engine.held = {"first"}
+    first, waits = engine.add("first", prompt(0, 200)), engine.add("waits", prompt(1, 240))
+    have(engine, first, waits)
+    for _ in range(3):
+        engine.step()
+    slow = engine.add("slow", prompt(2, 20))
+    have(engine, slow)
+    for _ in range(3):
+        engine.step()
+    assert not engine.ran, "it waits behind the other load"
+    engine.manager.harm.loads_paused_until[slow.num_prompt_tokens.bit_length()] = engine.clock.now + 100
+    engine.end([slow], 5)
+    assert engine.loaded == []
+    assert not waits.num_computed_tokens
+
+
+@pytest.mark.parametrize("for_space", [True, False])
+def test_a_prompt_that_waits_for_loads_costs_a_step_little_however_many_run(make: Make, for_space: bool) -> None:
+    lines = {}
+    for running, count in ((1, 20), (20, 20), (20, 100)):
+        blocks = 300 + 24 * running if for_space else 6000
+        engine = make(*(FULL, WINDOW) if for_space else (FULL,), blocks=blocks, max_model_len=8192)
+        loads = [engine.add(f"load-{seed}", prompt(seed, 20)) for seed in range(running)]
+        engine.held = {one.request_id for one in loads}
+        have(engine, *loads)
+        for _ in range(3):
+            engine.step()
+        assert len(engine.loading) == running
+        waiting = [engine.add(f"waits-{seed}", prompt(100 + seed, 240)) for seed in range(count)]
+        for one in waiting:
+            engine.there |= {bytes(each) for each in one.block_hashes[: 240 if for_space else 20]}
+        for _ in range(12):  # in which all are looked up
+            engine.step()
+        lines[running, count] = asked = lines_of_asking(engine)
+        engine.step()
+        assert len(asked) == count
+    # The first calls do what a step does once: prompts are woken, a load is deferred, and all others are looked at.
+    assert max(max(asked[2:]) for asked in lines.values()) <= LINES_OF_ONE_THAT_WAITS
+
+
+def test_whether_an_answer_is_old_is_not_asked_key_by_key(make: Make) -> None:
+    engine = make(FULL, WINDOW, blocks=301, max_model_len=8192)
+    engine.manager.prefill.tokens_per_second = 100.0  # it waits for its answer
+    engine.answers = False
+    engine.add("r", prompt(1, 240))
+    engine.client.answer(set())
+    engine.step()
+    stored, answer = engine.client.stored, engine.manager.requests["r"].answer
+    assert answer is not None
+    assert answer.asked_chunks == 480
+    stored.add([b"another"])
+    assert lines_of(lambda: answer.is_old(stored)) < 60
+    assert not answer.is_old(stored)
+    stored.add([bytes(answer.chunks[1][-1])])
+    assert answer.is_old(stored)
 
 
 def test_a_prompt_that_waits_for_a_disk_is_loaded_once_it_is_there_though_another_is_loading(make: Make) -> None:

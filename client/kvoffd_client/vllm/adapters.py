@@ -11,6 +11,7 @@ import hashlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,9 +35,11 @@ MAX_REMEMBERED = 10_000
 MAX_CACHED = 100_000
 """Most adapters, by name and path, between two resets; requests of further ones do not use kvoffd."""
 ANSWER_PATIENCE_S = 10.0
-"""Time that a request waits for its workers to read its adapter."""
+"""Time that a request waits for the workers to read its adapter, from when they were first asked."""
+ASK_AGAIN_S = 1.0
+"""Time after which the workers are asked again for an adapter that they have not reported. Others have their turn."""
 AHEAD_S = 10.0
-"""Age up to which vLLM gets an adapter that was read ahead, not its files."""
+"""Age up to which vLLM gets an adapter that was read ahead, not its files. Then it counts as not loaded."""
 
 
 class LiveAdapters:
@@ -73,12 +76,14 @@ class LiveAdapters:
         """
         if self._read is None:
             return None
+        self._drop_old()
         return self._loaded() | dict.fromkeys(self._unreadable, ("", UNREADABLE))
 
     def read_ahead(self, wanted: Iterable[LoRARequest]) -> None:
         """Read adapters that vLLM has not loaded. When it loads them, it gets these instead of their files."""
         if self._read is None:
             return
+        self._drop_old()
         for lora in wanted:
             number = lora.lora_int_id
             if number in self._loaded_numbers():
@@ -108,11 +113,17 @@ class LiveAdapters:
 
     def _load(self, request: LoRARequest) -> Any:
         """Replacement of vLLM's ``_load_adapter``."""
-        read_at, adapter = self._ahead.pop(request.lora_int_id, (0.0, None))
-        if adapter is None or request.load_inplace or time.monotonic() - read_at > AHEAD_S:
+        self._drop_old()
+        _, adapter = self._ahead.pop(request.lora_int_id, (0.0, None))
+        if adapter is None or request.load_inplace:
             adapter = self._read(request)  # type: ignore[misc]
             self._record_read(request, adapter)
         return adapter
+
+    def _drop_old(self) -> None:
+        """Drop the adapters read ahead that vLLM no longer gets: it will read their files, which may have changed."""
+        oldest = time.monotonic() - AHEAD_S
+        self._ahead = {number: read for number, read in self._ahead.items() if read[0] > oldest}
 
     def _loaded_numbers(self) -> set[int]:
         """Return the numbers of adapters in vLLM's memory, or read ahead for it."""
@@ -181,10 +192,12 @@ class RequestAdapter:
     Attributes:
         content: digest of its content; empty if the request has none, and while it is unknown.
         asked_at: time when the workers were first asked for it; None before.
+        ask_again_at: time from which they may be asked again.
     """
 
     content: bytes = b""
     asked_at: float | None = None
+    ask_again_at: float = -inf
 
 
 class AdapterContents:
@@ -200,8 +213,8 @@ class AdapterContents:
         self._namespace, self._clock = namespace, clock
         self._wanted: dict[int, LoRARequest] = {}
         """Adapters that workers must read in the next step, unless they are loaded, by number."""
-        self._has_asked = False
-        """Whether ask() added one: at most one per step, which waits while it is read."""
+        self._may_read = True
+        """Whether the next step may read one more: at most one, as the step waits while it is read."""
         self._cached: dict[tuple[str, str], bytes] = {}
         """Content of which vLLM's own cache may have blocks, or SEVERAL, by name and path."""
         self._digests: dict[tuple[int, int], bytes] = {}
@@ -217,15 +230,17 @@ class AdapterContents:
         return content is not None
 
     def ask_if_unknown(self, state: RequestState) -> bool:
-        """Ask the workers for a request's adapter if it is unknown; disable the request if they do not answer in time.
-        Return whether it waits for them."""
+        """Ask the workers for a request's adapter if it is unknown, in turns with others'; disable the request if they
+        do not answer in time. Return whether it waits for them."""
         if state.request.lora_request is None or self.identify(state):
             return False
         own, now = state.adapter, self._clock()
-        own.asked_at = now if own.asked_at is None else own.asked_at
-        may_come = self._namespace.current is not None or self._namespace.awaits_reports()
-        if may_come and now - own.asked_at < ANSWER_PATIENCE_S:
-            self.ask(state.request.lora_request)
+        is_known = self._namespace.current is not None
+        in_time = own.asked_at is None or now - own.asked_at < ANSWER_PATIENCE_S
+        if in_time and (is_known or self._namespace.awaits_reports()):
+            if is_known and now >= own.ask_again_at and self.ask(state.request.lora_request):
+                own.asked_at = now if own.asked_at is None else own.asked_at
+                own.ask_again_at = now + ASK_AGAIN_S
             return True
         self.record_unknown(state.request.lora_request)
         state.disabled = True
@@ -258,19 +273,30 @@ class AdapterContents:
         )
         return UNREADABLE
 
-    def ask(self, adapter: LoRARequest) -> None:
-        """Request the workers to read an unknown adapter, one per step."""
-        if not self._has_asked:
-            self._has_asked = True
-            self._wanted[adapter.lora_int_id] = adapter
+    def ask(self, adapter: LoRARequest) -> bool:
+        """Request the workers to read an adapter in the next step. Return False if that reads another one."""
+        if may_read := self._may_read or not self._needs_reading(adapter):
+            self.will_load(adapter)
+        return may_read
+
+    def may_load(self, state: RequestState) -> bool:
+        """Return whether blocks may be loaded for a request in this step, before which its adapter may be read."""
+        adapter = state.request.lora_request
+        return adapter is None or self._may_read or not self._needs_reading(adapter)
 
     def will_load(self, adapter: LoRARequest) -> None:
-        """Request the workers to check an adapter before blocks of it are loaded."""
+        """Request the workers to check an adapter before blocks of it are loaded: its files may have changed."""
+        self._may_read &= not self._needs_reading(adapter)
         self._wanted[adapter.lora_int_id] = adapter
 
+    def _needs_reading(self, adapter: LoRARequest) -> bool:
+        """Return whether the workers would read one more adapter to check this one."""
+        number = adapter.lora_int_id
+        return number not in self._wanted and self._namespace.adapter_digest(number, adapter.lora_path) is None
+
     def take_wanted(self) -> list[LoRARequest]:
-        """Return the adapters that the workers must read in this step."""
-        wanted, self._wanted, self._has_asked = list(self._wanted.values()), {}, False
+        """Return the adapters that the workers must read in this step, unless they are loaded."""
+        wanted, self._wanted, self._may_read = list(self._wanted.values()), {}, True
         return wanted
 
     def update(self, states: Mapping[int, MemoryState], begun: Iterable[LoRARequest]) -> None:

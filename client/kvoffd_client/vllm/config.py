@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-# vLLM's own keys for its offloading connector (0.32 and 0.33), which pass through.
 VLLM_KEYS = frozenset(
     {
         "block_size",
@@ -35,12 +34,12 @@ VLLM_KEYS = frozenset(
         "spec_name",
     }
 )
-
-# Unsupported options of vLLM's offloading, with the reason.
+"""vLLM's own keys for its offloading connector (0.32 and 0.33), which pass through."""
 REFUSED = {
     "canonical_layout": "it keeps each tensor parallel rank's shards as they are (engines of one size share them)",
     "sync_load_budget_bytes": "a load that fails inside a step cannot be recomputed",
 }
+"""Unsupported options of vLLM's offloading, with the reason."""
 
 Positive = Annotated[float, Meta(gt=0, lt=3_600_000)]
 

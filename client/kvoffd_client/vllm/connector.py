@@ -64,6 +64,8 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
+DROPPED_CHUNKS = 4
+"""Chunks at the end of a hit that vLLM's scan leaves out at most: for the last token, for drafts, and for states."""
 STORE_LOGGER = "vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler"
 
 
@@ -303,18 +305,28 @@ class KvoffdConnector(OffloadingConnector):
 
     def _must_wait(self, state: RequestState, own_tokens: int) -> bool:
         """Return whether a request waits in this step, whatever a scan would find: for the load of an earlier one, or
-        behind a load that waits for space, or because enough of those behind such a load were scanned in this step."""
-        admission, waits = self._admission, self._waits
+        behind a load that waits for space, or because enough of those that may have to were scanned in this step."""
+        admission, waits, request = self._admission, self._waits, state.request
+        if not admission.holds_up_others:
+            return False
         if (found := waits.found_before(state, own_tokens)) is not None:
-            most = found.tokens
-        elif (most := waits.most_loadable(state, own_tokens)) is None:
+            least = most = found.tokens
+        elif (loadable := waits.loadable(state, own_tokens)) is not None:
+            least, most = loadable
+        else:
             return False
-        if admission.waits_for_earlier(state.request, own_tokens + most):
+        if admission.waits_for_earlier(request, own_tokens + most):
             return True
-        if not admission.has_deferred or not most:
+        if not most or not (admission.has_deferred or admission.waits_for_earlier(request, own_tokens + least)):
             return False
-        # Nothing is loaded before the one that waits for space. A scan may find that this one has nothing to load.
-        return found is not None or not waits.take_scan(state)
+        if found is None and not (admission.has_deferred and self._has_load(request, least)):
+            return not waits.take_scan(state)  # a scan may find that it has nothing to load, or enough to take one step
+        return not self._manager.harm.skips_load(least)  # nothing is loaded before the one that waits for space
+
+    def _has_load(self, request: Request, tokens: int) -> bool:
+        """Return whether vLLM's scan of a request surely finds a load, as all groups have these ``tokens`` of it."""
+        is_limited = request.mm_features or "max_load_tokens" in (request.kv_transfer_params or ())
+        return tokens > DROPPED_CHUNKS * self._shape.chunk_tokens and not is_limited
 
     def _has_tail(self, request: Request, own_tokens: int) -> bool:
         """Return whether vLLM's own cache has a prompt's longest tail too: it tells connectors of whole blocks only.
@@ -355,11 +367,14 @@ class KvoffdConnector(OffloadingConnector):
         return sum(at.offset <= end + self._read_ahead_tokens and at.offset + at.length > end for at in images) > 1
 
     def _admit(self, state: RequestState, own_tokens: int, tokens: int) -> int | None:
-        """Return how many of the ``tokens`` found are loaded now; None if the request waits for other loads."""
+        """Return how many of the ``tokens`` found are loaded now; None if the request waits for other loads, or because
+        the next step reads another adapter."""
         if self._shape.full_attention and self._shape.has_windows_or_states:
             self._mark_shared_prefix(state, own_tokens + tokens)
         if not tokens or self._manager.skip_slow_load(state, tokens):
             return 0 if self._admission.admit_compute(state.request, own_tokens) else None
+        if not self._manager.adapters.may_load(state):
+            return None
         admission = self._admission.admit_load(state.request, own_tokens + tokens)
         if admission is Admission.ONLY_COMPUTE:
             self._manager.refuse_load(state)
@@ -394,7 +409,8 @@ class KvoffdConnector(OffloadingConnector):
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> ConnectorMetadata:
         """As vLLM's, with news about the namespace for the workers."""
         namespace, scheduler = self._manager.namespace, self.connector_scheduler
-        self._reset_since_step = self._admission.has_deferred = False
+        self._reset_since_step = False
+        self._admission.begin_step()
         new = scheduler_output.scheduled_new_reqs
         self._manager.begin_step(scheduler_output.num_scheduled_tokens.values())
         if scheduler_output.total_num_scheduled_tokens > 0:

@@ -61,7 +61,8 @@ class DoNoHarm:
 
     def skips_load(self, tokens: int) -> bool:
         """Return whether a load of these tokens is to be computed instead, because such loads take longer."""
-        return self._clock() < self.loads_paused_until.get(tokens.bit_length(), -inf)
+        paused_until = self.loads_paused_until.get(tokens.bit_length())
+        return paused_until is not None and self._clock() < paused_until
 
     def load_s(self, tokens: int) -> float:
         """Return how many seconds a load of these tokens takes; 0 if unknown.

@@ -10,6 +10,7 @@ from kvoffd_client.vllm.engine_namespace import EngineNamespace
 from kvoffd_proto.messages import MAX_REPORTED
 
 REPORT_EVERY_S = 10.0
+"""Time between two reports."""
 
 
 class EngineReports:

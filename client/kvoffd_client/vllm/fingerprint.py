@@ -40,15 +40,13 @@ if TYPE_CHECKING:
 FORMAT = 3
 """Version of the factors. Raise it when the meaning of a factor, or of the bytes in a slot, changes."""
 MAX_DESCRIPTION_BYTES = 65_000
+"""Longest description of a namespace. A longer one is replaced by its digest."""
 PROBE_TOKENS = tuple(range(1, 17))
-
-# The origin of a configuration, not its contents.
+"""Tokens whose hash shows how an engine hashes blocks."""
 VOLATILE_CONFIG_KEYS = frozenset({"_commit_hash", "_name_or_path", "transformers_version"})
-
-# Configuration of a local model's processor; a hub's model has a commit.
+"""Keys of a configuration that say where it comes from, not what it is."""
 PROCESSOR_FILES = "*processor_config.json"
-
-# Packages that decode media; vLLM may hash only the encoded bytes.
+"""Configuration of a local model's processor; a hub's model has a commit."""
 MEDIA_PACKAGES = (
     "av",
     "librosa",
@@ -63,18 +61,15 @@ MEDIA_PACKAGES = (
     "torchvision",
     "transformers",
 )
-
-# Functions of torch.cpu.
+"""Packages that decode media; vLLM may hash only the encoded bytes."""
 CPU_INSTRUCTIONS = ("_is_avx512_supported", "_is_avx512_bf16_supported", "_is_amx_tile_supported")
-
-# Speculative methods whose drafts have no KV cache.
+"""Functions of torch.cpu."""
 METHODS_WITHOUT_KV = frozenset({"mlp_speculator", "medusa", "ngram", "ngram_gpu", "suffix"})
-
+"""Speculative methods whose drafts have no KV cache."""
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".py")
-SAMPLES_PER_FILE = 256
-SAMPLE_BYTES = 256
-
-
+"""Suffixes of files that identify a local model: its weights, and its code."""
+SAMPLES_PER_FILE, SAMPLE_BYTES = 256, 256
+"""Samples from each file of weights, and their length."""
 JUDGED_FIELDS = Path(__file__).with_name("judged_fields.toml")
 """Fields of vLLM's configuration by class, with the reason why each is a factor or not."""
 

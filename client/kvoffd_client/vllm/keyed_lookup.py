@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import compress
+from operator import mul
 
 from vllm.v1.kv_offload.base import LookupResult, OffloadKey
 
@@ -19,6 +21,8 @@ NOT_COMING = bytes([ABSENT, WRITING, READY])
 """States of keys that come from no tier. ``states.strip(NOT_COMING)`` is empty if all are such."""
 NOTHING_AWAITED: frozenset[int] = frozenset()
 _READY = bytes([READY])
+_IS_LACKED = bytes(state in (ABSENT, WRITING) for state in range(256))
+"""Table that makes 1 of the states of keys that the daemon does not have, and 0 of others."""
 
 
 def result_of(state: int, awaited: frozenset[int]) -> LookupResult:
@@ -55,6 +59,9 @@ class KeyedLookup:
         is_read: whether the answer was read.
         is_coming: some key is being promoted, or a shared store is asked for it.
         all_ready: all chunks are ready, and no tail is being promoted.
+        least_tokens: tokens that can be loaded for sure: up to the first chunk of some group that is not ready.
+        most_tokens: most tokens that can be loaded, by the group with the fewest: up to its last ready chunk, or up to
+            its first that is not ready if only prefixes can be used; and one chunk more if tails were looked up.
     """
 
     future: LookupFuture
@@ -71,6 +78,8 @@ class KeyedLookup:
     is_read: bool = False
     is_coming: bool = False
     all_ready: bool = False
+    least_tokens: int = 0
+    most_tokens: int = 0
     _found_newer: bool = field(default=False, init=False)
     """Whether something that the answer lacks was stored since, as the last search found."""
     _searched_count: int = field(default=-1, init=False)
@@ -99,6 +108,11 @@ class KeyedLookup:
         self.is_read = True
         self.is_coming = any(states.strip(NOT_COMING) for states in self.future.states)
         self.all_ready = not self.is_coming and all(states.count(READY) == len(states) for states in self.states)
+        sizes = [group.tokens_per_chunk for group in self.groups]
+        leading = [*map(self.leading_ready, range(len(sizes)))]
+        last = leading if self.only_prefixes else [self.chunk_states(at).rfind(_READY) + 1 for at in range(len(sizes))]
+        self.least_tokens = min(map(mul, leading, sizes))
+        self.most_tokens = min((chunks + bool(self.tails)) * size for chunks, size in zip(last, sizes, strict=True))
 
     def has(self, state: int) -> bool:
         """Return whether some key has this state."""
@@ -158,16 +172,6 @@ class KeyedLookup:
         states = self.chunk_states(index)
         return len(states) - len(states.lstrip(_READY))
 
-    @property
-    def most_usable_tokens(self) -> int:
-        """Most tokens that can be loaded, by the group with the fewest: up to its last ready chunk, or up to its first
-        that is not ready if only prefixes can be used; and one chunk more if tails were looked up."""
-        tokens = []
-        for index, group in enumerate(self.groups):
-            last = self.leading_ready(index) if self.only_prefixes else self.chunk_states(index).rfind(_READY) + 1
-            tokens.append((last + bool(self.tails)) * group.tokens_per_chunk)
-        return min(tokens)
-
     def asks_tails_beyond(self, answer: KeyedLookup | None) -> bool:
         """Return whether it asks for tails that ``answer`` lacks. Lookups for the same tails share one object."""
         return bool(self.tails) and (answer is None or self.tails is not answer.tails)
@@ -202,6 +206,5 @@ class KeyedLookup:
                 first = self.leading_ready(index)
                 lacking += chunks[first : first + 1]
             else:
-                states = self.chunk_states(index)
-                lacking += [one for one, state in zip(chunks, states, strict=False) if state in (ABSENT, WRITING)]
+                lacking += compress(chunks, self.chunk_states(index).translate(_IS_LACKED))
         return wire_keys(lacking, self.adapter)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, auto
 from math import inf
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from vllm.utils.math_utils import cdiv
 from vllm.v1.kv_cache_interface import (
@@ -31,6 +31,9 @@ STUCK_S = 1.0
 """Time that others wait for a loaded request that vLLM does not schedule. Then they compute."""
 LONGEST_DELAY_S = 1.0
 """Longest time from the begin of a load for which later long prompts wait for it."""
+SortKey: TypeAlias = tuple[float, float]
+"""Sort key of a waiting request in vLLM: its priority, or 0, and its time of arrival."""
+BEHIND_ALL: SortKey = inf, inf
 
 
 class Admission(Enum):
@@ -110,26 +113,41 @@ class LoadAdmission:
         self._blocks: float = kv_cache_config.num_blocks - 1 if speculates or windowed else inf  # one is the null block
         """Blocks of the KV cache, if loads could deadlock it; else infinity."""
         self._loaded: dict[Request, Loaded] = {}
+        self._first_delaying: SortKey | None = None
+        """Key of the first request for whose load later ones wait in this step; None while unknown."""
         self.pool: BlockPool | None = None
         self.has_deferred = False
+
+    def begin_step(self) -> None:
+        """Begin a step, in which no load was deferred and others have ended."""
+        self.has_deferred, self._first_delaying = False, None
 
     def record_scheduled(self, request: Request, *, computed_s: float) -> None:
         """Record that a request is scheduled. ``computed_s``: time to compute what it loads; 0 if it loads nothing."""
         self._loaded = {other: load for other, load in self._loaded.items() if not other.is_finished()}
         self._loaded.pop(request, None)
+        self._first_delaying = None
         if computed_s:
             self._loaded[request] = Loaded(self._clock() + min(computed_s, LONGEST_DELAY_S))
+
+    @property
+    def holds_up_others(self) -> bool:
+        """Whether some requests wait in this step for the loads of others."""
+        return self.has_deferred or self._first_awaited() < BEHIND_ALL
 
     def waits_for_earlier(self, request: Request, cached: int) -> bool:
         """Return whether a request, ``cached`` of whose tokens are in the cache, would take several steps' tokens from
         one that came earlier and is being loaded."""
-        if request.num_tokens - cached <= self._prompt_step_tokens:
-            return False
-        now, own_key = self._clock(), self._sort_key(request)
-        return any(
-            load.delays_until > now and self._sort_key(other) < own_key and self._is_loading(other.request_id)
-            for other, load in self._loaded.items()
-        )
+        takes_several = request.num_tokens - cached > self._prompt_step_tokens
+        return takes_several and self._first_awaited() < self._sort_key(request)
+
+    def _first_awaited(self) -> SortKey:
+        """Return the key of the first request for whose load later ones wait; BEHIND_ALL if there is none."""
+        if self._first_delaying is None:
+            now, loads = self._clock(), self._loaded.items()
+            delaying = (one for one, load in loads if load.delays_until > now and self._is_loading(one.request_id))
+            self._first_delaying = min(map(self._sort_key, delaying), default=BEHIND_ALL)
+        return self._first_delaying
 
     def admit_compute(self, request: Request, cached: int) -> bool:
         """Return whether a request may be scheduled in this step without a load; ``cached`` of its tokens are in the
@@ -158,8 +176,7 @@ class LoadAdmission:
         self.has_deferred = True
         return Admission.LATER
 
-    def _sort_key(self, request: Request) -> tuple[int, float]:
-        """Return what vLLM sorts waiting requests by."""
+    def _sort_key(self, request: Request) -> SortKey:
         return request.priority if self._by_priority else 0, request.arrival_time
 
     def _update_others(self, request: Request) -> dict[Request, Loaded]:

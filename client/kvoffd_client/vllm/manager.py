@@ -20,7 +20,7 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvoffd_client.vllm import metrics
-from kvoffd_client.vllm.adapters import AdapterContents
+from kvoffd_client.vllm.adapters import AdapterContents, RequestAdapter
 from kvoffd_client.vllm.chunk_groups import ChunkGroup, ChunkGroups, KeyedSpec
 from kvoffd_client.vllm.compute_times import ComputeTimes
 from kvoffd_client.vllm.connector_metadata import FailedJob, WorkerNews
@@ -44,8 +44,8 @@ if TYPE_CHECKING:
     from vllm.distributed.kv_events import KVCacheEvent
     from vllm.v1.request import Request
 
-# Errors after which the blocks are unusable. After other errors they are still valid.
 BLOCKS_UNUSABLE = frozenset({ErrorCode.NOT_READY, ErrorCode.COPY_FAILED, ErrorCode.CHECKSUM})
+"""Errors after which the blocks are unusable. After other errors they are still valid."""
 
 
 class KvoffdManager(OffloadingManager):
@@ -176,12 +176,14 @@ class KvoffdManager(OffloadingManager):
 
     def _on_leave(self) -> None:
         """Have all requests look at the namespace again, and disable those with adapters: these may have been replaced
-        in place, and vLLM continues the requests."""
+        in place, and vLLM continues the requests. Those whose adapters are unknown ask for them again."""
         self.lookups.queue.parked.wake_all()
         for state in self.requests.values():
             if state.adapter.content:
                 self.lookups.end_leases(state)
                 state.disabled = True
+            else:
+                state.adapter = RequestAdapter()
 
     def scheduled(self, request: Request, loaded_tokens: int) -> None:
         """Record that a request is about to be scheduled with ``loaded_tokens``; if these are 0, unpin its blocks.

@@ -31,8 +31,8 @@ class PromptWaits:
     Then the connector asks in this order, until it finds that the prompt waits:
 
     1. ``pass_over``: it is parked.
-    2. ``found_before``, else ``most_loadable``: whatever it may load must wait for other prompts' loads. Behind a load
-       that waits for space, ``take_scan`` lets a few continue.
+    2. ``found_before``, else ``loadable``: whatever it may load must wait for other prompts' loads. Where a scan must
+       tell, ``take_scan`` lets a few continue.
     3. ``prepare_scan``: it waits for an answer. Else vLLM may scan that.
     4. ``found_before``, else vLLM's scan: it waits for blocks to be promoted, or to be loaded for another prompt.
        ``record_scan`` keeps the result.
@@ -233,16 +233,19 @@ class PromptWaits:
             return None
         return found
 
-    def most_loadable(self, state: RequestState, own_tokens: int) -> int | None:
-        """Return the most tokens that a request's scan could find by the answer that has come. None if nobody can say
-        before ``prepare_scan``: no answer has come, or blocks come up from tiers, which the next answer will show."""
+    def loadable(self, state: RequestState, own_tokens: int) -> tuple[int, int] | None:
+        """Return the fewest and the most tokens that a request's scan could find by the answer that has come. None if
+        nobody can say before ``prepare_scan``: no answer has come, or blocks come up from tiers, which the next answer
+        will show."""
         lookup = state.in_flight
         answer = lookup if lookup is not None and lookup.future.done else state.answer
         if answer is None or answer.future.failed:
             return None
-        if not state.wait.tier.has_ended and any(map(answer.has, state.tiers)):
+        self._lookups.read(answer)
+        if answer.is_coming and not state.wait.tier.has_ended and any(map(answer.has, state.tiers)):
             return None
-        return max(0, answer.most_usable_tokens - own_tokens)
+        least = answer.least_tokens - own_tokens if answer.future.stale_at else 0  # nothing of a lease that was lost
+        return max(0, least), max(0, answer.most_tokens - own_tokens)
 
     def take_scan(self, state: RequestState) -> bool:
         """Return whether a request behind another load may be scanned in this step, and count that."""

@@ -20,6 +20,7 @@ from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.messages import GroupKeys, GroupTransfer, blocks_fit
 
 UNREGISTER_TIMEOUT_S = 10.0
+"""Time limit of the daemon's confirmation that it has released the KV memory."""
 KERNELS_TIMEOUT_S = 300.0
 """Time limit of a fence for running kernels; vLLM's executors consider a longer step hung."""
 
