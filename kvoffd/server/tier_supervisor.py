@@ -226,7 +226,8 @@ class TierSupervisor:
         that the state file had lost."""
         generation = self._generations.of(fingerprint)
         for disk in self:
-            if disk.tier is not None and disk.tier.found_generations.get(fingerprint, generation) < generation:
+            # One that had none when it was opened got its blocks since.
+            if disk.tier is not None and disk.tier.found_generations.get(fingerprint, 0) < generation:
                 disk.tier.remove_all(fingerprint)
         if (namespace := self._cache.namespaces.get(fingerprint)) is not None:
             self._cache.reset(namespace, generation=generation)
