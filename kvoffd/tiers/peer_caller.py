@@ -19,7 +19,7 @@ import msgspec
 import zmq
 
 from kvoffd.system.threads import TaskThread
-from kvoffd.tiers.peer_names import PeerName, Resolved, is_own, resolve
+from kvoffd.tiers.peer_names import PeerName, is_own, resolve
 from kvoffd.tiers.peers import FOLLOW, Follow, checked_raise, curve_keys, peer_socket
 from kvoffd.tiers.store import StoreError
 from kvoffd.tiers.tier import PEER
@@ -28,7 +28,7 @@ CALLS_S = 6.0
 """Limit for resolving the names and for all calls of a clear."""
 CALLED_AT_ONCE = 64
 """Nodes that are connected for a call at once, with two descriptors each."""
-CALL_S, PAUSE_S = 1.5, 0.1
+CALL_S, PAUSE_S = 1.5, 0.2
 """Limit for a node's answer, and pause after it. A node that has not cleared is called again, after the others."""
 TURN_MS = 50
 """Longest time in which no connection is begun or given up."""
@@ -65,7 +65,7 @@ class Calls:
         Args:
             heard: problem of each tier that was told besides; empty if its node has cleared.
         """
-        for text, why in self.unknown.items():
+        for text, why in list(self.unknown.items()):  # the thread may still change it
             yield f"{text}: its nodes are not known: {why}."
         for text, addresses in self.nodes.items():
             left = [f"{one} ({why})" for one in addresses if (why := self._why_not(one, heard))]
@@ -119,18 +119,15 @@ class PeerCaller:
         try:
             for name in self._names:
                 answer = resolve(name, self._is_own)
-                self._take(calls, name.text, answer)
+                if answer.addresses is None:
+                    calls.unknown[name.text] = answer.problem
+                else:
+                    calls.nodes[name.text] = answer.addresses
+                    del calls.unknown[name.text]
             with ExitStack() as sockets:
                 self._call_each(sockets, calls, follow, until)
         finally:
             calls.ended = True
-
-    def _take(self, calls: Calls, text: str, answer: Resolved) -> None:
-        if answer.addresses is None:
-            calls.unknown[text] = answer.problem
-        else:
-            calls.nodes[text] = answer.addresses
-            del calls.unknown[text]
 
     def _call_each(self, sockets: ExitStack, calls: Calls, follow: Follow, until: float) -> None:
         """Call nodes until all have cleared, or until the deadline. ``sockets`` closes what is left open."""
@@ -147,7 +144,8 @@ class PeerCaller:
                 dealer.connect(f"tcp://{address}")
                 dealer.send_multipart([bytes([FOLLOW]), ident, question])  # once it is connected
                 poller.register(dealer, zmq.POLLIN)
-                called[dealer] = address, min(until, now + CALL_S)
+                called[dealer] = address, now + CALL_S
+                calls.problems.setdefault(address, NO_ANSWER)
             ready, now = dict(poller.poll(TURN_MS)), time.monotonic()
             for dealer, (address, give_up_at) in list(called.items()):
                 if dealer not in ready and now < give_up_at:

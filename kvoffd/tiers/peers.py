@@ -425,7 +425,8 @@ class PeerHelper:
                 self.problem = f"The helper process for peers cannot be started: {error}."
             if self._closed.is_set():
                 return
-            lived = time.monotonic() - began >= STEADY_S
+            # One that cannot work may take long to find that out, on a busy machine.
+            lived = not self._cannot_work and time.monotonic() - began >= STEADY_S
             most_s = CANNOT_WORK_PAUSE_S if self._cannot_work else MAX_PAUSE_S
             pause_s = FIRST_PAUSE_S if lived else min(most_s, 2 * pause_s)
             logger.warning("%s It is started again in %.1f s.", self.problem, pause_s)
