@@ -50,8 +50,6 @@ class PeerList:
     name: PeerName
     addresses: dict[str, None] = field(default_factory=dict)
     """Those of the last answer that had any."""
-    is_known: bool = False
-    """Whether there was an answer."""
     problem: str = ""
     """Half a sentence why the latest question failed; empty if it did not."""
 
@@ -130,7 +128,7 @@ class PeerPlaces:
         addresses = dict.fromkeys(answer.addresses)
         if addresses.keys() != one.addresses.keys():
             logger.info("%s are %d other nodes now, %d before.", one.name.text, len(addresses), len(one.addresses))
-        one.addresses, one.is_known = addresses, True
+        one.addresses = addresses
         every = {f"{PEER}{address}": address for one in self.lists for address in one.addresses}
         self._addresses = {name: address for name, address in every.items() if name not in self._fixed}
 
@@ -183,19 +181,6 @@ class PeerPlaces:
         place.tier.only_named = only_named
         place.source = self._replace_source(place.source)
         return True
-
-    @property
-    def unreached(self) -> Iterator[str]:
-        """A sentence for each name with nodes that a clear does not reach at once: they are not connected."""
-        names = {tier.name for tier in self.listed}
-        for one in self.lists:
-            if not one.is_known:
-                yield f"{one.name.text}: its nodes are not known: {one.problem or 'it is being resolved'}."
-            if count := sum(f"{PEER}{address}" not in names for address in one.addresses):
-                yield (
-                    f"{one.name.text}: {count} of its {len(one.addresses)} nodes hear of it from those that were told, "
-                    "normally within seconds."
-                )
 
     @property
     def problems(self) -> Iterator[str]:

@@ -13,6 +13,7 @@ from kvoffd.server.persistence import State
 from kvoffd.server.session import Session
 from kvoffd.server.tier_supervisor import TierSupervisor
 from kvoffd.tiers.asking_thread import Raise
+from kvoffd.tiers.peer_caller import Calls
 from kvoffd_proto import admin as a
 from kvoffd_proto import messages as m
 from kvoffd_proto.errors import ErrorCode
@@ -21,6 +22,7 @@ from kvoffd_proto.stats import namespace_id
 logger = logging.getLogger(__name__)
 
 RESET_NOT_SAVED = "After a kill or a reboot the namespace's blocks may come back from disks and shared stores."
+NO_ANSWER = "it has not answered yet."
 CLEARED_NOT_SAVED = "After a kill or a reboot cleared blocks may come back from disks."
 
 
@@ -79,15 +81,15 @@ class NamespaceResets:
         if not self._tier_supervisor.shares:
             why = "This daemon has no shared store and no peers, so no other nodes to clear; leave out --all-nodes."
             raise KvoffdError(why, ErrorCode.BAD_ARGUMENT)
-        pending = self._tier_supervisor.void_everywhere(message.namespace)
+        raises, calls = self._tier_supervisor.void_everywhere(message.namespace)
         count = self.follow_fleet()
         until = self._clock() + OPERATOR_WAIT_S
         saved = self._state.reply_once_saved(m.Done(message.request_id, count), until, CLEARED_NOT_SAVED)
 
         def poll(late: bool) -> m.AnyReply | None:
-            if not late and not all(one.ended for one in pending.values()):
+            if not late and not (calls.ended and all(one.ended for one in raises.values())):
                 return None
-            if problems := self._unreached(pending):
+            if problems := self._unreached(raises, calls):
                 why = f"The reset did not reach every shared store and peer: {' '.join(problems)}"
                 raise KvoffdError(why, ErrorCode.NOT_READY)
             return saved.poll(late)
@@ -98,14 +100,14 @@ class NamespaceResets:
         )
         return Pending(poll, until)
 
-    def _unreached(self, raises: Mapping[str, Raise]) -> list[str]:
+    def _unreached(self, raises: Mapping[str, Raise], calls: Calls) -> list[str]:
         """Return a sentence about each store, peer, name and network with nodes that a reset of all did not reach."""
-        networks, places = self._tier_supervisor.networks, self._tier_supervisor.peer_places
-        failed = [(name, one) for name, one in raises.items() if one.problem or not one.ended]
-        found = [f"{name}: {one.problem or 'it has not answered yet.'}" for name, one in failed]
-        found += places.unreached if places is not None else []
+        networks = self._tier_supervisor.networks
+        heard = {name: one.problem or ("" if one.ended else NO_ANSWER) for name, one in raises.items()}
+        found = [f"{name}: {why}" for name, why in heard.items() if why and name not in calls.tiers]
+        found += calls.unreached(heard)
         found += [f"{one}: its nodes hear of it once they exchange blocks; clear there too." for one in networks]
-        if not (raises or networks or (places is not None and places.lists)):
+        if not (raises or networks or calls.nodes):
             found.append(
                 "nobody was told: this node names no store and no peer, and only lends; clear on one that does."
             )

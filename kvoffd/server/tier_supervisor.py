@@ -31,6 +31,7 @@ from kvoffd.tiering.tiering import Tiering
 from kvoffd.tiers.asking_thread import Raise
 from kvoffd.tiers.disk import DiskTier
 from kvoffd.tiers.disk_file import OpeningStopped
+from kvoffd.tiers.peer_caller import Calls, PeerCaller
 from kvoffd.tiers.peer_names import NameResolver, PeerName, Resolved
 from kvoffd.tiers.peers import HelperSettings, PeerHelper, PeerStore, check_installed, read_secret
 from kvoffd.tiers.shared import SharedTier
@@ -135,6 +136,7 @@ class TierSupervisor:
         self._names = [PeerName(peer.text, str(peer.host), peer.port) for peer in peers if peer.has_many]
         """Names with several nodes."""
         self._resolver: NameResolver | None = None
+        self._caller: PeerCaller | None = None
         self.peer_places: PeerPlaces | None = None
         self._asked_at: dict[bytes, float] = {}
         """Time of an open namespace's first lookup, when stores and peers were asked whether it was cleared. -inf once
@@ -225,7 +227,8 @@ class TierSupervisor:
         that the state file had lost."""
         generation = self._generations.of(fingerprint)
         for disk in self:
-            if disk.tier is not None and disk.tier.found_generations.get(fingerprint, generation) < generation:
+            # One that had none when it was opened got its blocks since.
+            if disk.tier is not None and disk.tier.found_generations.get(fingerprint, 0) < generation:
                 disk.tier.remove_all(fingerprint)
         if (namespace := self._cache.namespaces.get(fingerprint)) is not None:
             self._cache.reset(namespace, generation=generation)
@@ -264,6 +267,8 @@ class TierSupervisor:
 
             every_s = self._config.limits.resolve_s
             self._resolver = NameResolver(self._names, self._config.peer_listen, every_s, answered)
+            secret = read_secret(self._config.peer_secret_file)
+            self._caller = PeerCaller(self._names, self._config.peer_listen, secret)
 
     def peer_at(self, host: str) -> str:
         """Return the name of a peer's tier; empty if it is neither configured, nor in a network or behind a name that
@@ -329,14 +334,19 @@ class TierSupervisor:
         """Whether blocks are exchanged with other nodes."""
         return bool(self.shared) or self.peer_helper is not None
 
-    def void_everywhere(self, fingerprint: bytes) -> dict[str, Raise]:
-        """Begin to void a namespace's blocks for all nodes; return what was begun, by the name of a store or peer.
+    def void_everywhere(self, fingerprint: bytes) -> tuple[dict[str, Raise], Calls]:
+        """Begin to void a namespace's blocks for all nodes; return what was begun, by the name of a store or peer, and
+        the calls of all nodes behind names, connected or not.
 
         Here they are void at once: from a store or peer that cannot be reached nothing is taken until it has followed.
         """
         generation = self._generations.next_of_all(fingerprint)
         self._generations.hear(fingerprint, generation)
-        return {tier.name: tier.raise_generation(fingerprint, generation) for tier in self._always_asked}
+        raises = {tier.name: tier.raise_generation(fingerprint, generation) for tier in self._always_asked}
+        if self._caller is None or self.peer_places is None:
+            return raises, Calls({}, {}, ended=True)
+        known = [[*one.addresses] for one in self.peer_places.lists]
+        return raises, self._caller.call(fingerprint, generation, known)
 
     def tell_peers(self, fingerprints: Sequence[bytes]) -> None:
         """Have the peers hear now that namespaces were voided on all nodes, not only when they are polled: in a large
@@ -445,8 +455,9 @@ class TierSupervisor:
             if disk.opener is not None:
                 disk.opener.join(min(STOP_OPENING_S, max(0.0, until - time.monotonic())))
         closed = True
-        if self._resolver is not None:
-            self._resolver.close()
+        for names_thread in (self._resolver, self._caller):
+            if names_thread is not None:
+                names_thread.close()
         if self.peer_helper is not None:
             for tier in self._every_shared:
                 tier.closed = True

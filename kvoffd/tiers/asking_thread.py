@@ -127,7 +127,7 @@ class AskingThread(StoreThread):
         started = self._clock()
         if self._breaker.open or self._tier.closed or started >= ask.deadline:
             return None
-        found, is_slow = list[bool](), False
+        generation, found, is_slow = 0, list[bool](), False
         try:
             self._store.connect()
             most = self._store.keys_at_once
@@ -136,9 +136,12 @@ class AskingThread(StoreThread):
                 if found and (began >= ask.deadline or (ask.prefix and False in found)):
                     break
                 until = began + self._tier.ask_deadline_s + ASK_PATIENCE_S
-                generation, there = self._ask_part(ask, ask.keys[at : at + most], until)
-                found += there
+                seen, there = self._ask_part(ask, ask.keys[at : at + most], until)
                 is_slow |= self._clock() - began > self._tier.ask_deadline_s
+                if found and seen != generation:  # a clear between two parts voids the blocks of one of them
+                    generation, found = max(seen, generation), []
+                    break
+                generation, found = seen, found + there
         except Exception as error:
             self._fail(error, "ask")
             return None
@@ -196,17 +199,19 @@ class AskingThread(StoreThread):
         """Ask about some keys by this node's generation of the namespace, and again if the store's is higher. Return
         the higher one, and whether each key has a block of it."""
         group, fingerprint = ask.group, ask.group.fingerprint
-        ours = self._tier.generations.fleet(fingerprint)
-        generation, found = self._store.ask(stored_group(group, ours), keys, deadline, prefix=ask.prefix)
-        if checked(generation, fingerprint) > ours:
-            generation, found = self._store.ask(stored_group(group, generation), keys, deadline, prefix=ask.prefix)
-            checked(generation, fingerprint)
-        elif generation < ours:
-            self._give_back(fingerprint, generation, ours, deadline)
-            generation = ours
+        ours = asked = self._tier.generations.fleet(fingerprint)
+        theirs, found = self._store.ask(stored_group(group, ours), keys, deadline, prefix=ask.prefix)
+        if checked(theirs, fingerprint) > ours:
+            asked = theirs
+            theirs, found = self._store.ask(stored_group(group, asked), keys, deadline, prefix=ask.prefix)
+            checked(theirs, fingerprint)
+        elif theirs < ours:
+            self._give_back(fingerprint, theirs, ours, deadline)
         if len(found) != len(keys):
             raise StoreError("protocol", f"{len(keys)} keys were requested, but {len(found)} answered.")
-        return generation, found
+        if theirs > asked:  # a clear between the two questions
+            return theirs, [False] * len(keys)
+        return asked, found
 
     def _give_back(self, fingerprint: bytes, theirs: int, ours: int, deadline: float) -> None:
         """Raise the generation of a store that lost it, so that no node reads blocks of the older one again."""

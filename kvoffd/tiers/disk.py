@@ -112,7 +112,7 @@ class DiskTier(Tier):
         self._write_at = -inf
         self._closed = False
         name = f"kvoffd-disk-{directory.name}"
-        with OnError(file.close):
+        with file.closed_on_error():
             self.found_generations = self._map.open(generation, should_stop)
             """Highest generation of the blocks found, by fingerprint."""
             self._reads = make_reads(name, file, pool, options.most_reads, self._read_ended, post, clock)

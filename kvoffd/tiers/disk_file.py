@@ -15,7 +15,8 @@ import errno
 import logging
 import os
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from struct import Struct
@@ -74,8 +75,6 @@ _REGIONS, _MIN_REGIONS = 64, 16
 _MIN_REGION_BYTES, _MAX_REGION_BYTES = 16 << 20, 1 << 30
 _METADATA_SHIFT = 9
 """Shift of the size reserved for the file system's metadata, such as extents: a 512th. ext4 needs 4 KiB for 340."""
-_INDEX_SHIFT = 8
-"""Shift of the size reserved for the index: a 256th."""
 _ALLOCATED_SLOT_BYTES = 1 << 16
 """Slot size for which opening a disk allocates records: a 683rd of its size."""
 _ALLOCATE_STEP_BYTES = 1 << 30
@@ -132,8 +131,10 @@ def default_region_bytes(size_bytes: int) -> int:
 
 
 def _usable(size_bytes: int) -> int:
-    """Return the bytes for regions in a tier of this size."""
-    return size_bytes - (size_bytes >> _METADATA_SHIFT) - (size_bytes >> _INDEX_SHIFT) - 8 * PAGE_BYTES
+    """Return the bytes for regions in a tier of this size. The index may become as large as for the smallest slots: a
+    region's records stay allocated when it gets larger ones."""
+    index_bytes = size_bytes // MIN_SLOT_BYTES * RECORD.itemsize
+    return size_bytes - (size_bytes >> _METADATA_SHIFT) - index_bytes - 8 * PAGE_BYTES
 
 
 class DiskFile:
@@ -162,7 +163,7 @@ class DiskFile:
         self.calls = calls or FileCalls()
         self.fd = self.index_fd = -1
         self._should_stop = should_stop
-        try:
+        with self.closed_on_error():
             self.fd, self.index_fd = (self._claim(name) for name in (DISK_NAME, INDEX_NAME))
             self.head = self._read_head() or self._start_empty(region_bytes or default_region_bytes(size_bytes))
             self.may_be_torn = self.head.is_open
@@ -171,6 +172,12 @@ class DiskFile:
             self.direct = self._probe()
             """Whether O_DIRECT is used for blocks."""
             self.write_head(is_open=True, sync=True)
+
+    @contextmanager
+    def closed_on_error(self) -> Iterator[None]:
+        """Close the files if the ``with`` block, of the tier's opening, raises. An OSError becomes a DiskError."""
+        try:
+            yield
         except OSError as error:
             self.close()
             raise DiskError(
@@ -340,16 +347,7 @@ class DiskFile:
             )
         status = self.calls.stat(self.fd)
         if regions < head.regions:
-            logger.info(
-                "%s shrinks: %d of its %d regions are removed.", self.path, head.regions - regions, head.regions
-            )
-            # The head comes first: it must never name a region that does not exist.
-            self.head = replace(head, regions=regions)
-            self.write_head(is_open=True, sync=True)
-            self.calls.truncate(self.fd, self._end(regions))
-            records_end = _RECORDS_AT + regions * self.slots_per_region * RECORD.itemsize
-            if self.calls.stat(self.index_fd).st_size > records_end:  # so that old records do not return after a growth
-                self.calls.truncate(self.index_fd, records_end)
+            self._shrink(regions)
         elif status.st_size < self._end(head.regions) and head.regions:
             missing = self._end(head.regions) - status.st_size
             cut = f"{self.path} was cut off: {missing} bytes at its end are lost, and their blocks."
@@ -360,10 +358,22 @@ class DiskFile:
         self.calls.allocate(self.index_fd, 0, _SIZES_AT + 4 * regions)
         for region in range(regions):  # smaller slots have more records, which are allocated when they are used
             self._allocate_records(region, max(1, head.region_bytes // _ALLOCATED_SLOT_BYTES))
-        while self.physical_bytes() > size_bytes and regions > 1:  # the file system took more than was reserved for it
-            regions -= 1
-            self.calls.truncate(self.fd, self._end(regions))
         self.head = replace(self.head, regions=regions)
+        # The file system may have taken more than was reserved for it.
+        while (excess := self.physical_bytes() - size_bytes) > 0 and self.head.regions > 1:
+            self._shrink(max(1, self.head.regions + -excess // head.region_bytes))
+
+    def _shrink(self, regions: int) -> None:
+        """Remove the regions behind the first ones."""
+        before = self.head.regions
+        logger.info("%s shrinks: %d of its %d regions are removed.", self.path, before - regions, before)
+        # The head comes first: it must never name a region that does not exist.
+        self.head = replace(self.head, regions=regions)
+        self.write_head(is_open=True, sync=True)
+        self.calls.truncate(self.fd, self._end(regions))
+        records_end = _RECORDS_AT + regions * self.slots_per_region * RECORD.itemsize
+        if self.calls.stat(self.index_fd).st_size > records_end:  # so that old records do not return after a growth
+            self.calls.truncate(self.index_fd, records_end)
 
     def _allocate(self, size: int) -> None:
         before = self.calls.stat(self.fd).st_size

@@ -20,7 +20,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -55,8 +54,10 @@ from kvoffd.tiers.peers import (
     SLICES,
     STARTED,
     HelperSettings,
+    curve_keys,
     frame,
     parsed,
+    peer_socket,
 )
 from kvoffd.tiers.tier import READERS_NICE
 
@@ -177,9 +178,7 @@ class Helper:
         self._zmq = zmq.Context(io_threads=1)
         self._poller = zmq.Poller()
         self._poller.register(channel, zmq.POLLIN)
-        # All secrets are of one kind: a key pair for both ends of each connection.
-        secret_key = z85.encode(blake2b(settings.secret, digest_size=32, person=b"kvoffd peers").digest())
-        self._keys = zmq.curve_public(secret_key), secret_key
+        self._keys = curve_keys(settings.secret)
         self._router: zmq.Socket[bytes] | None = None
         self._router_events: zmq.Socket[bytes] | None = None
         self._refused_handshakes = 0
@@ -235,20 +234,9 @@ class Helper:
 
     # --- connections ------------------------------------------------------------------------------
 
-    def _socket(self, kind: int) -> zmq.Socket[bytes]:
-        made: zmq.Socket[bytes] = self._zmq.socket(kind)
-        made.setsockopt(zmq.LINGER, 0)
-        made.setsockopt(zmq.SNDHWM, AT_ONCE)
-        made.setsockopt(zmq.RCVHWM, AT_ONCE)
-        made.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
-        made.setsockopt(zmq.IPV6, 1)
-        made.curve_publickey, made.curve_secretkey = self._keys
-        return made
-
     def _connect(self, number: int, peer: str, *, waits: bool = False) -> zmq.Socket[bytes]:
         """Begin to connect. Until that is done requests fail at once, or wait."""
-        dealer = self._socket(zmq.DEALER)
-        dealer.curve_serverkey = self._keys[0]
+        dealer = peer_socket(self._zmq, zmq.DEALER, self._keys)
         dealer.setsockopt(zmq.IMMEDIATE, not waits)
         dealer.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
         dealer.setsockopt(zmq.RECONNECT_IVL_MAX, MAX_RECONNECT_MS)
@@ -291,7 +279,7 @@ class Helper:
         self._guard = ThreadAuthenticator(self._zmq)
         self._guard.start()
         self._guard.configure_curve_callback(DOMAIN, Provider())
-        self._router = router = self._socket(zmq.ROUTER)
+        self._router = router = peer_socket(self._zmq, zmq.ROUTER, self._keys, is_server=True)
         for option, value in (
             (zmq.TCP_KEEPALIVE, 1),
             (zmq.TCP_KEEPALIVE_IDLE, KEEPALIVE_S),
@@ -301,7 +289,6 @@ class Helper:
         ):
             router.setsockopt(option, value)
         router.setsockopt(zmq.ZAP_DOMAIN, DOMAIN.encode())
-        router.curve_server = True
         self._router_events = router.get_monitor_socket(HANDSHAKE_FAILED)
         self._poller.register(self._router_events, zmq.POLLIN)
         host, _, port = self._settings.listen.rpartition(":")

@@ -23,12 +23,15 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
+from hashlib import blake2b
 from itertools import accumulate, count, groupby
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 import numpy as np
+import zmq
+from zmq.utils import z85
 
 from kvoffd.errors import KvoffdError
 from kvoffd.pool.memory import PoolMemory
@@ -58,6 +61,8 @@ AHEAD = 2
 """Reads of one thread that are under way."""
 MAX_MESSAGE_BYTES = 192 * 1024
 """Limit of a message between helper and daemon, and between two helpers: what a Unix socket takes at once."""
+MAX_QUEUED = 64
+"""Messages that wait at each end of a connection between two nodes."""
 MAX_KEYS = 2048
 """Keys of one message, of up to 64 bytes."""
 MAX_FOLLOWED = 1024
@@ -179,6 +184,30 @@ def read_secret(path: str) -> bytes:
         why = f"{path} must hold 16 to 4096 characters, the same on all nodes; make it with: openssl rand -hex 32."
         raise KvoffdError(why, ErrorCode.BAD_ARGUMENT)
     return secret
+
+
+def curve_keys(secret: bytes) -> tuple[bytes, bytes]:
+    """Return the public and the secret key of both ends of each connection, made from the nodes' secret."""
+    secret_key = z85.encode(blake2b(secret, digest_size=32, person=b"kvoffd peers").digest())
+    return zmq.curve_public(secret_key), secret_key
+
+
+def peer_socket(
+    context: zmq.Context[zmq.Socket[bytes]], kind: int, keys: tuple[bytes, bytes], *, is_server: bool = False
+) -> zmq.Socket[bytes]:
+    """Return a socket that is not connected yet, for nodes with these keys."""
+    made: zmq.Socket[bytes] = context.socket(kind)
+    made.setsockopt(zmq.LINGER, 0)
+    made.setsockopt(zmq.SNDHWM, MAX_QUEUED)
+    made.setsockopt(zmq.RCVHWM, MAX_QUEUED)
+    made.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+    made.setsockopt(zmq.IPV6, 1)
+    made.curve_publickey, made.curve_secretkey = keys
+    if is_server:
+        made.curve_server = True
+    else:
+        made.curve_serverkey = keys[0]
+    return made
 
 
 def check_installed() -> None:
@@ -396,7 +425,8 @@ class PeerHelper:
                 self.problem = f"The helper process for peers cannot be started: {error}."
             if self._closed.is_set():
                 return
-            lived = time.monotonic() - began >= STEADY_S
+            # One that cannot work may take long to find that out, on a busy machine.
+            lived = not self._cannot_work and time.monotonic() - began >= STEADY_S
             most_s = CANNOT_WORK_PAUSE_S if self._cannot_work else MAX_PAUSE_S
             pause_s = FIRST_PAUSE_S if lived else min(most_s, 2 * pause_s)
             logger.warning("%s It is started again in %.1f s.", self.problem, pause_s)
@@ -530,13 +560,13 @@ class PeerStore(Store):
         return self._helper.call(kind, self._number, msgspec.msgpack.encode(message), deadline)
 
     def generation(self, fingerprint: bytes, deadline: float) -> int:
-        return self._follow(fingerprint, 0, deadline)[0][0]
+        return self._generations(fingerprint, [], deadline)[0]
 
     def generations(self, fingerprints: Sequence[bytes], deadline: float) -> list[int | StoreError]:
         found = list[int | StoreError]()
         while len(found) < len(fingerprints):
             first, *others = fingerprints[len(found) : len(found) + 1 + MAX_FOLLOWED]
-            found += [number for number, _ in self._follow(first, 0, deadline, others)]
+            found += self._generations(first, others, deadline)
             if others and len(found) == 1:  # an earlier build
                 return [*found, *super().generations(fingerprints[1:], deadline)]
         return found
@@ -605,28 +635,13 @@ class PeerStore(Store):
         """A peer's blocks are its own."""
 
     def raise_generation(self, fingerprint: bytes, seen: int, generation: int, deadline: float) -> int:
-        raised, is_kept = self._follow(fingerprint, generation, deadline)[0]
-        if raised < generation:
-            raise StoreError("busy", "The peer has too many resets to follow; it lends nothing of this namespace yet.")
-        if not is_kept:
-            why = "The peer has not written the reset to its kvoffd.state yet: a kill there may bring blocks back."
-            raise StoreError(UNKEPT, why)
-        return raised
+        _, reply = self._call(FOLLOW, Follow(fingerprint, generation), deadline)
+        return checked_raise(reply, generation)
 
-    def _follow(
-        self, fingerprint: bytes, generation: int, deadline: float, others: Sequence[bytes] = ()
-    ) -> list[tuple[int, bool]]:
-        """Tell the peer a generation, and ask for others'. Return the peer's, and whether each is kept: see ``Follow``.
-
-        Of a peer of an earlier build the first one alone.
-        """
-        _, reply = self._call(FOLLOW, Follow(fingerprint, generation, b"".join(others)), deadline)
-        if len(reply) not in (FOLLOWED_BYTES, FOLLOWED_BYTES * (1 + len(others))):
-            raise StoreError("protocol", f"The answer about {1 + len(others)} generations has {len(reply)} bytes.")
-        return [
-            (int.from_bytes(reply[at : at + GENERATION_BYTES], "little"), reply[at + GENERATION_BYTES] == 1)
-            for at in range(0, len(reply), FOLLOWED_BYTES)
-        ]
+    def _generations(self, fingerprint: bytes, others: Sequence[bytes], deadline: float) -> list[int]:
+        """Return the peer's generations; of a peer of an earlier build the first one alone."""
+        _, reply = self._call(FOLLOW, Follow(fingerprint, 0, b"".join(others)), deadline)
+        return [number for number, _ in _followed(reply, 1 + len(others))]
 
     def close(self) -> None: ...
 
@@ -763,6 +778,29 @@ def _parts(pieces: Sequence[_Piece]) -> Iterator[_Part]:
                 spans, left = [], SLICE_BYTES
     if spans:
         yield _Part(spans)
+
+
+def checked_raise(reply: bytes, generation: int) -> int:
+    """Return the generation of a peer that was told this one, from its reply. Raises StoreError unless it has dropped
+    all earlier blocks for good."""
+    ((raised, is_kept),) = _followed(reply, 1)
+    if raised < generation:
+        raise StoreError("busy", "The peer has too many resets to follow; it lends nothing of this namespace yet.")
+    if not is_kept:
+        why = "The peer has not written the reset to its kvoffd.state yet: a kill there may bring blocks back."
+        raise StoreError(UNKEPT, why)
+    return raised
+
+
+def _followed(reply: bytes, count: int) -> list[tuple[int, bool]]:
+    """Return the generations of a reply to ``Follow``, and whether each is kept; of an earlier build's the first one.
+    Raises StoreError."""
+    if len(reply) not in (FOLLOWED_BYTES, FOLLOWED_BYTES * count):
+        raise StoreError("protocol", f"The answer about {count} generations has {len(reply)} bytes.")
+    return [
+        (int.from_bytes(reply[at : at + GENERATION_BYTES], "little"), reply[at + GENERATION_BYTES] == 1)
+        for at in range(0, len(reply), FOLLOWED_BYTES)
+    ]
 
 
 def _find_of(group: BlockGroup, keys: Sequence[bytes]) -> Find:

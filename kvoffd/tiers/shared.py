@@ -135,17 +135,17 @@ class SharedTier(Tier):
         threads = [BlockThread(self, store, clock) for store in self._stores[1:]]
         asks = [AskingThread(self, first, clock).asks]
         reads, writes = [one.reads for one in threads[:READERS]], [one.writes for one in threads[READERS:]]
-        name, ends = "kvoffd-shared", (post, clock)
+        ends = post, clock
         self._asking = make_workers(
-            f"{name}-ask", asks, lambda error: error, self._question_ended, *ends, self._next_question
+            "kvoffd-shared-ask", asks, lambda error: error, self._question_ended, *ends, self._next_question
         )
         failed, take = (Result.FAILED, None), partial(take_batch, first)
         self._reading = make_workers(
-            *(f"{name}-read", reads, lambda error: failed, self._read_ended, *ends, take),
+            *("kvoffd-shared-read", reads, lambda error: failed, self._read_ended, *ends, take),
             nice=READERS_NICE,
         )
         self._writing = make_workers(
-            f"{name}-write", writes, lambda error: Result.FAILED, self._write_ended, *ends, take
+            "kvoffd-shared-write", writes, lambda error: Result.FAILED, self._write_ended, *ends, take
         )
         if name:
             self._put_due_questions()
@@ -250,10 +250,9 @@ class SharedTier(Tier):
     def remove(self, group: BlockGroup, keys: Sequence[bytes], *, for_all_nodes: bool = False) -> None:
         self._answers.hide(group.tag, keys, HIDDEN_S)
         if for_all_nodes:
-            self._remove_objects(group, keys)
+            self._remove_objects(self._stored(group), keys)
 
-    def _remove_objects(self, group: BlockGroup, keys: Sequence[bytes]) -> None:
-        stored = self._stored(group)
+    def _remove_objects(self, stored: BlockGroup, keys: Sequence[bytes]) -> None:
         for at in range(0, len(keys), REMOVED_AT_ONCE):
             removal = Removal(stored, keys[at : at + REMOVED_AT_ONCE])
             if self._writing.waiting < MAX_WRITES + MAX_REMOVALS:
@@ -475,8 +474,7 @@ class SharedTier(Tier):
             self._answers.hide(group.tag, [key], seconds)
         if result is Result.CORRUPT:
             counters.mismatches += 1
-            self._remove_objects(group, [key])
-            stored = read.stored
+            self._remove_objects(stored := read.stored, [key])  # not those of a clear since, by the same key
             which = f"{key.hex()} of {stored.fingerprint.hex()}/{stored.generation}/{stored.group_index}"
             self._error("mismatch", f"The block {which} has other bytes than were written; it is removed.")
         read.on_end(result, block._replace(group=group) if block is not None else None)

@@ -13,6 +13,8 @@ import pytest
 
 from kvoffd_client import AdminClient, GroupSpec, NamespaceSpec, RequestRefused
 from kvoffd_client.testing import FakeEngine
+from tests.kit.answering_nodes import AnsweringNodes
+from tests.kit.command import command
 from tests.kit.counted_link import CountedLink
 from tests.kit.hosts import Hosts
 from tests.kit.peer_node import BLOCKS, DEADLINE_S, PAGE_BYTES, Node
@@ -140,6 +142,43 @@ def test_nodes_behind_a_name_are_used_as_they_come_and_go(node: Callable[..., No
         assert reader.problems == []
     reader.clear_all_nodes()
     assert lenders[1].engine.lookup(keys(2100)) == 0
+
+
+def test_a_clear_of_all_nodes_reaches_every_node_behind_a_name_or_names_those_that_it_did_not(
+    node: Callable[..., Node], hosts: Hosts, secret: Path
+) -> None:
+    """Also those that are not connected, of which this fleet has nine at a time."""
+    (port,) = free_ports(1)
+    answering = [f"127.0.2.{number}" for number in range(1, 14)]
+    real = [node(f"127.0.0.{number}:{port}") for number in (2, 3, 4)]
+    clearing = node(f"127.0.0.1:{port}", f"dns+{NAME}:{port}", hosts=hosts)
+    every = ["127.0.0.1", *(one.address.rpartition(":")[0] for one in real), *answering]
+    hosts.set(NAME, every)
+    with AnsweringNodes(secret.read_bytes().strip(), [f"{one}:{port}" for one in answering]) as others:
+        for number, one in enumerate(real):
+            wait_until(lambda: one.lends, DEADLINE_S)  # noqa: B023
+            one.store(0, number)
+        clearing.clear_all_nodes()
+        assert [one.engine.lookup(keys(0)) for one in real] == [0, 0, 0], "they have cleared when it is answered"
+        assert {one.rpartition(":")[0] for one in others.asked} == set(answering)
+
+        real[1].store(0, 1)
+        real[2].daemon.kill()
+        os.kill(real[1].daemon.pid, signal.SIGSTOP)
+        try:
+            name = clearing.spec.fingerprint.hex()
+            status, said = command(clearing.daemon, "clear", name, "--all-nodes", "--yes")
+        finally:
+            os.kill(real[1].daemon.pid, signal.SIGCONT)
+        assert status == 2
+        assert f"2 of its {len(every) - 1} nodes have not cleared:" in said
+        assert all(f"{one.address} (" in said for one in real[1:])
+        assert real[0].address not in said
+
+        real[2].restart()
+        wait_until(lambda: all(one.lends for one in real), DEADLINE_S)
+        clearing.clear_all_nodes()
+        assert real[1].engine.lookup(keys(0)) == 0
 
 
 def test_a_peer_whose_name_gets_another_address_is_found_there(node: Callable[..., Node], hosts: Hosts) -> None:

@@ -10,7 +10,7 @@ import pytest
 from kvoffd.config import PEER_PLACES, ServerLimits
 from kvoffd.server.peer_places import EXCHANGE_S
 from kvoffd.tiering.tier_lookups import PEERS_AT_ONCE
-from kvoffd.tiers import peer_helper
+from kvoffd.tiers import peer_caller, peer_helper
 from kvoffd.tiers.peers import PeerStore
 from kvoffd.tiers.redis_store import Redis
 from kvoffd.tiers.shared import READERS
@@ -93,6 +93,7 @@ def test_the_bounds_that_the_page_names_are_those_of_the_code() -> None:
         "PEERS_AT_ONCE": PEERS_AT_ONCE,
         "PEER_PLACES": PEER_PLACES,
         "peer_helper.MAX_PEERS": peer_helper.MAX_PEERS,
+        "peer_caller.CALLED_AT_ONCE": peer_caller.CALLED_AT_ONCE,
         "LISTED_FROM": s3_store.LISTED_FROM,
         "EXCHANGE_S": EXCHANGE_S,
     }

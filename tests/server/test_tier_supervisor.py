@@ -66,7 +66,7 @@ class TiersRig:
         self.disk = DiskTier(
             Path("/"),
             SIZE_BYTES,
-            pool=memoryview(bytearray(1)),
+            pool=memoryview(bytearray(4096)),
             clock=self.rig.clock,
             post=deque[object]().append,
             listener=listener,
@@ -137,6 +137,19 @@ def test_a_generation_that_was_forgotten_is_known_by_a_disk_and_all_else_is_olde
     rig.attach(disk_of(space.fingerprint, generation=5), "/mnt/late")
     rig.saved.generations.void_here(space.fingerprint)
     assert namespaces_on(rig.opened()) == set(), "what is raised after the loss is above all from before"
+
+
+def test_blocks_written_since_a_disk_was_opened_go_when_another_disk_knows_a_later_reset(rig: TiersRig) -> None:
+    space = rig.rig.open("one")
+    rig.attach(disk_of(), "/mnt/empty")
+    first = rig.opened()
+    assert first.write(block_of(1, make_block_group(space.fingerprint, 0, 0, [1])), [0], lambda result: None)
+    cast(WorkersWithoutThreads, first._writes).work()
+    first._writes._deliver(1)
+    assert namespaces_on(first) == {space.fingerprint}
+    rig.attach(disk_of(space.fingerprint, generation=5), "/mnt/late")
+    assert namespaces_on(rig.opened()) == {space.fingerprint}
+    assert namespaces_on(first) == set()
 
 
 def test_a_disk_with_a_generation_of_the_future_is_void_with_all_else(rig: TiersRig) -> None:

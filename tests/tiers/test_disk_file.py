@@ -28,7 +28,7 @@ from kvoffd.tiers.header import (
     make_block_group,
 )
 from kvoffd_proto.stats import DiskFault
-from tests.kit.memory_disk import MemoryDisk
+from tests.kit.memory_disk import Killed, MemoryDisk, no_fault
 from tests.tiers.disk_rig import GROUP, REGION_BYTES, SIZE_BYTES, DiskRig, block_of, key_of
 
 SIZE = 4 << 20
@@ -56,6 +56,19 @@ def test_records_are_allocated_before_a_file_system_fills(tmp_path: Path) -> Non
         file.write_slot_pages(0, pages)
         assert os.fstat(file.index_fd).st_blocks * 512 >= sum(records)
     file.close()
+
+
+@pytest.mark.parametrize("pages", [2, 3])
+def test_files_with_the_smallest_slots_have_the_tiers_size_and_all_regions_later(tmp_path: Path, pages: int) -> None:
+    found = []
+    for _ in range(2):
+        file = DiskFile(tmp_path, 64 << 20)
+        found.append(file.head.regions)
+        for region in range(file.head.regions):
+            file.write_slot_pages(region, pages)
+        assert 63 << 20 < file.physical_bytes() <= 64 << 20
+        file.close()
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("size", [1 << 20, 64 << 20, 10 << 30, 1 << 40, 20 << 40])
@@ -167,6 +180,61 @@ def test_a_disk_of_another_size_keeps_what_fits(size: int) -> None:
     rig.size_bytes = SIZE_BYTES
     rig.open()
     assert rig.there(range(32)) == there, "what was cut off is not there again"
+
+
+class TakesMore(MemoryDisk):
+    """A file system that takes two regions more for its metadata than was reserved."""
+
+    def stat(self, fd: int) -> os.stat_result:
+        found = super().stat(fd)
+        if fd == 1_000_000 and found.st_size > SIZE // 2:
+            found.st_blocks += 2 * REGION_BYTES // 512  # type: ignore[misc]
+        return found
+
+
+def test_regions_that_the_file_system_has_no_space_for_go_after_the_head_was_written(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Else a daemon that is killed in between leaves a head that names regions which the file does not have."""
+    disk = MemoryDisk()
+    file = open_file(tmp_path, calls=disk)
+    regions = file.head.regions
+    file.close()
+    takes_more = TakesMore()
+    takes_more.files = disk.files
+
+    def fault(name: str, number: int) -> None:
+        if takes_more.counts["truncate"] and name != "truncate":
+            raise Killed(0)
+
+    takes_more.fault = fault
+    caplog.set_level("INFO")
+    with pytest.raises(Killed):
+        open_file(tmp_path, calls=takes_more)
+    assert f"2 of its {regions} regions are removed" in caplog.text
+    disk.locked = False
+    assert open_file(tmp_path, calls=disk).errors == []
+
+
+@pytest.mark.parametrize("number", [4, 5])
+def test_an_index_that_cannot_be_read_is_a_disk_error_and_leaves_no_file_open(number: int) -> None:
+    """Three reads are of the file's name and head, the next ones of slot sizes and records."""
+    rig = DiskRig()
+    rig.write(*map(block_of, range(4)))
+    assert rig.tier.close(1.0)
+    already = rig.files.counts["read"]
+
+    def fault(name: str, count: int) -> None:
+        if name == "read" and count == already + number:
+            raise OSError(5, "Input/output error")
+
+    rig.files.fault = fault
+    with pytest.raises(DiskError, match=r"cannot be used \(Input/output error\); check the disk"):
+        rig.open()
+    assert not rig.files.locked
+    rig.files.fault = no_fault
+    rig.open()
+    assert rig.there(range(4)) == [0, 1, 2, 3]
 
 
 def test_a_file_that_was_cut_off_is_reported_and_whole_again() -> None:

@@ -403,8 +403,11 @@ def test_an_answer_does_not_wait_for_a_thread_that_waits_for_a_helper_that_hangs
         thread.join()
 
 
-def test_an_answer_that_a_busy_helper_does_not_accept_at_once_is_sent_later(lender: Lender, reader: Reader) -> None:
+def test_an_answer_that_a_busy_helper_does_not_accept_at_once_is_sent_later(
+    lender: Lender, reader: Reader, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Else the asker would wait for its whole patience."""
+    monkeypatch.setattr(peers, "SEND_S", PATIENCE_S)
     answer, late = lender.answer, threading.Event()
 
     def busy(route: bytes, ident: int, kind: int, payload: bytes) -> None:
@@ -724,7 +727,9 @@ def test_a_stop_does_not_wait_for_a_helper_that_starts(nixl: None, monkeypatch: 
 def test_a_helper_that_cannot_work_is_started_less_and_less_often(
     cold: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """However long each of them takes to say so."""
     monkeypatch.setattr(peers, "FIRST_PAUSE_S", 0.6)
+    monkeypatch.setattr(peers, "STEADY_S", 0.0)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         lender = Lender(taken.getsockname()[1])
         wait_until(lambda: "It is started again in 2.4 s" in caplog.text, 60.0, explain=lambda: caplog.text)

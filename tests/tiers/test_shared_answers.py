@@ -12,7 +12,7 @@ import pytest
 from kvoffd.system.threads import Workers
 from kvoffd.tiers import answers as module
 from kvoffd.tiers.answers import HIDDEN_S, NO_S, YES_S
-from kvoffd.tiers.asking_thread import Answer, Ask
+from kvoffd.tiers.asking_thread import Answer, Ask, AskingThread
 from kvoffd.tiers.header import HEADER_BYTES, Block, encode_header, make_block_group
 from kvoffd.tiers.shared import SharedTier as Tier
 from kvoffd.tiers.store import Credentials, open_store
@@ -33,11 +33,11 @@ class Waiting(Workers[Any, Any]):
 class Rig:
     """A tier that is reachable, over a store that is never connected to."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str = "redis://nowhere") -> None:
         self.clock = Clock()
         self.heard: list[tuple[bytes, bool]] = []
         self.tier = Tier(
-            "redis://nowhere",
+            name,
             open_store("redis://nowhere", Credentials()),
             pool=memoryview(bytearray(5000)),
             clock=self.clock,
@@ -188,3 +188,45 @@ def test_no_more_is_kept_than_the_bounds_and_the_newest_stay(monkeypatch: pytest
         rig.clock.now += 0.001
     assert list(rig.tier.find(group, keys[4950:], prefix=True).states) == [PRESENT] * 50
     assert rig.tier._answers._table.nbytes <= 16 * 1100
+
+
+def test_a_place_that_no_peer_has_asks_nothing_and_is_free_at_once() -> None:
+    """A peer that a request names gets it while the helper starts, for which a question would wait."""
+    rig = Rig("")
+    assert rig.tier.idle
+    rig.tier.tick()
+    assert rig.tier.idle
+
+
+def test_wrong_bytes_that_come_after_a_clear_cost_no_block_that_was_stored_since(rig: Rig) -> None:
+    """In the store the new block has the same name but for the generation."""
+    rig.find()
+    rig.answer(True)
+    assert rig.tier.read(GROUP, KEY, [0], 1e9, lambda *_: None)
+    rig.tier.generations.hear(GROUP.fingerprint, 5)
+    rig.tier._reading.end((Result.CORRUPT, None))
+    (removal,) = rig.tier._writing._waiting
+    assert removal.stored.generation == 0
+
+
+PARTS: list[tuple[list[tuple[int, list[bool]]], int, list[bool]]] = [
+    ([(0, [True]), (0, [True])], 0, [True, True]),
+    ([(0, [True]), (7, [True]), (7, [True])], 7, [False, False]),
+    ([(7, [False]), (7, [True]), (7, [False]), (7, [True])], 7, [True, True]),
+    ([(7, [False]), (8, [True])], 8, [False, False]),
+]
+
+
+@pytest.mark.parametrize(("answers", "generation", "found"), PARTS)
+def test_what_was_found_before_a_clear_is_not_found_by_its_generation(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, answers: list[tuple[int, list[bool]]], generation: int, found: list[bool]
+) -> None:
+    """Keys are asked for in parts, each again by a generation that is new; another node may clear between any two."""
+    store, left = rig.tier._store, iter(answers)
+    monkeypatch.setattr(store, "keys_at_once", 1)
+    monkeypatch.setattr(store, "connect", lambda: None)
+    monkeypatch.setattr(store, "ask", lambda *_, **__: next(left, (generation, [False])))
+    asking = AskingThread(rig.tier, store, rig.clock)
+    (answer,) = asking.asks([Ask(GROUP, [KEY, b"l" * 32], False, rig.clock() + 10.0)])
+    assert isinstance(answer, Answer)
+    assert (answer.generation, answer.found) == (generation, found)

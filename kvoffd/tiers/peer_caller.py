@@ -1,0 +1,170 @@
+"""Tells every node behind a name of a clear, however many there are, and learns which of them have cleared.
+
+Few of these nodes are connected at a time (``PeerPlaces``), and the others hear of a clear from each other, which
+nobody confirms. So a thread of the daemon connects to each of them, for one question.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+
+import msgspec
+import zmq
+
+from kvoffd.system.threads import TaskThread
+from kvoffd.tiers.peer_names import PeerName, is_own, resolve
+from kvoffd.tiers.peers import FOLLOW, Follow, checked_raise, curve_keys, peer_socket
+from kvoffd.tiers.store import StoreError
+from kvoffd.tiers.tier import PEER
+
+CALLS_S = 6.0
+"""Limit for resolving the names and for all calls of a clear."""
+CALLED_AT_ONCE = 64
+"""Nodes that are connected for a call at once, with two descriptors each."""
+CALL_S, PAUSE_S = 1.5, 0.2
+"""Limit for a node's answer, and pause after it. A node that has not cleared is called again, after the others."""
+TURN_MS = 50
+"""Longest time in which no connection is begun or given up."""
+MAX_CLEARS = 16
+"""Clears whose calls may wait for those of others."""
+MAX_NAMED = 32
+"""Nodes of one name that are named in a sentence; the others are counted."""
+NOT_CALLED, NO_ANSWER = "not called in time", "no answer"
+
+
+@dataclass(eq=False)
+class Calls:
+    """The calls of one clear. Written by the thread that calls, read by any.
+
+    Attributes:
+        nodes: addresses of each name's nodes, by the name as it is configured.
+        unknown: reasons, half a sentence, why a name's nodes are not known.
+        problems: why a node has not cleared, by address; empty for one that has.
+    """
+
+    nodes: dict[str, Sequence[str]]
+    unknown: dict[str, str]
+    problems: dict[str, str] = field(default_factory=dict)
+    ended: bool = False
+
+    @property
+    def tiers(self) -> set[str]:
+        """Names that tiers of the nodes have, or would have."""
+        return {f"{PEER}{address}" for addresses in self.nodes.values() for address in addresses}
+
+    def unreached(self, heard: Mapping[str, str]) -> Iterator[str]:
+        """Yield a sentence for each name with nodes that have not cleared.
+
+        Args:
+            heard: problem of each tier that was told besides; empty if its node has cleared.
+        """
+        for text, why in list(self.unknown.items()):  # the thread may still change it
+            yield f"{text}: its nodes are not known: {why}."
+        for text, addresses in self.nodes.items():
+            left = [f"{one} ({why})" for one in addresses if (why := self._why_not(one, heard))]
+            named = left[:MAX_NAMED] + ([f"and {len(left) - MAX_NAMED} others"] if len(left) > MAX_NAMED else [])
+            if left:
+                yield f"{text}: {len(left)} of its {len(addresses)} nodes have not cleared: {', '.join(named)}."
+
+    def _why_not(self, address: str, heard: Mapping[str, str]) -> str:
+        """Return why a node has not cleared; empty if it has, as it said to a call or to its tier."""
+        called, told = self.problems.get(address, NOT_CALLED), heard.get(f"{PEER}{address}")
+        return "" if "" in (called, told) else (told or called).removesuffix(".")
+
+
+class PeerCaller:
+    """Calls all nodes behind names, in a thread of its own: one clear after the other.
+
+    Args:
+        listen: where this node lends, as ``host:port``; empty if it does not. Its own address is left out.
+        secret: see ``read_secret``.
+
+    Raises NoMoreThreads.
+    """
+
+    def __init__(self, names: Sequence[PeerName], listen: str, secret: bytes) -> None:
+        self._names, self._keys = names, curve_keys(secret)
+        self._is_own = partial(is_own, listen=listen)
+        self._closed = threading.Event()
+        self._thread = TaskThread("kvoffd-calls")
+
+    def call(self, fingerprint: bytes, generation: int, known: Sequence[Sequence[str]]) -> Calls:
+        """Begin to have all nodes follow a namespace's generation.
+
+        Args:
+            known: addresses that each name had; they are called if it cannot be resolved now.
+        """
+        is_busy = self._thread.waiting >= MAX_CLEARS
+        why = "too many clears wait; try it again" if is_busy else "the name is being resolved"
+        texts = [name.text for name in self._names]
+        calls = Calls(dict(zip(texts, known, strict=True)), dict.fromkeys(texts, why), ended=is_busy)
+        if not is_busy:
+            until = time.monotonic() + CALLS_S
+            self._thread.put(partial(self._run, calls, Follow(fingerprint, generation), until))
+        return calls
+
+    def close(self) -> None:
+        """End the thread, without waiting for it: it uses nothing of the daemon's."""
+        self._closed.set()
+        self._thread.stop()
+
+    def _run(self, calls: Calls, follow: Follow, until: float) -> None:
+        try:
+            for name in self._names:
+                answer = resolve(name, self._is_own)
+                if answer.addresses is None:
+                    calls.unknown[name.text] = answer.problem
+                else:
+                    calls.nodes[name.text] = answer.addresses
+                    del calls.unknown[name.text]
+            with ExitStack() as sockets:
+                self._call_each(sockets, calls, follow, until)
+        finally:
+            calls.ended = True
+
+    def _call_each(self, sockets: ExitStack, calls: Calls, follow: Follow, until: float) -> None:
+        """Call nodes until all have cleared, or until the deadline. ``sockets`` closes what is left open."""
+        addresses = dict.fromkeys(address for each in calls.nodes.values() for address in each)
+        context = sockets.enter_context(zmq.Context(io_threads=1))
+        now, waiting = time.monotonic(), deque((0.0, address) for address in addresses)
+        called: dict[zmq.Socket[bytes], tuple[str, float]] = {}
+        poller = zmq.Poller()
+        ident, question = secrets.token_bytes(8), msgspec.msgpack.encode(follow)
+        while (waiting or called) and now < until and not self._closed.is_set():
+            while waiting and waiting[0][0] <= now and len(called) < CALLED_AT_ONCE:
+                _, address = waiting.popleft()
+                dealer = sockets.enter_context(peer_socket(context, zmq.DEALER, self._keys))
+                dealer.connect(f"tcp://{address}")
+                dealer.send_multipart([bytes([FOLLOW]), ident, question])  # once it is connected
+                poller.register(dealer, zmq.POLLIN)
+                called[dealer] = address, now + CALL_S
+                calls.problems.setdefault(address, NO_ANSWER)
+            ready, now = dict(poller.poll(TURN_MS)), time.monotonic()
+            for dealer, (address, give_up_at) in list(called.items()):
+                if dealer not in ready and now < give_up_at:
+                    continue
+                calls.problems[address] = why = _problem_of(dealer, ident, follow) if dealer in ready else NO_ANSWER
+                poller.unregister(dealer)
+                dealer.close()
+                del called[dealer]
+                if why:
+                    waiting.append((now + PAUSE_S, address))
+
+
+def _problem_of(dealer: zmq.Socket[bytes], ident: bytes, follow: Follow) -> str:
+    """Return why the node that has answered has not cleared; empty if it has."""
+    parts = dealer.recv_multipart(zmq.NOBLOCK)
+    try:
+        if len(parts) != 3 or parts[0] != ident:
+            raise StoreError("protocol", "Its answer is not valid.")
+        checked_raise(parts[1], follow.generation)
+    except StoreError as error:
+        return error.sentence.removesuffix(".")
+    return ""

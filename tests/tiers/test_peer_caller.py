@@ -1,0 +1,145 @@
+"""Every node behind a name is called at a clear of all, and those that have not cleared are named."""
+
+from __future__ import annotations
+
+import socket
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from kvoffd.tiers import peer_caller
+from kvoffd.tiers.peer_caller import MAX_NAMED, NOT_CALLED, Calls, PeerCaller
+from kvoffd.tiers.peer_names import PeerName
+from kvoffd.tiers.peers import GENERATION_BYTES, Follow
+from tests.kit.answering_nodes import AnsweringNodes, cleared
+from tests.kit.ports import free_port
+from tests.kit.waiting import wait_until
+
+SECRET, FINGERPRINT, GENERATION = b"a secret of tests", b"f" * 32, 1_700_000_000
+
+
+class Rig:
+    """A name with nodes at addresses of the loopback."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+        self.port = free_port()
+        self.hosts = [f"127.0.1.{1 + number}" for number in range(count)]
+        self.addresses = [f"{host}:{self.port}" for host in self.hosts]
+        self.name = PeerName(f"dns+engines:{self.port}", "engines", self.port)
+        monkeypatch.setattr(socket, "getaddrinfo", self._resolve)
+
+    def _resolve(self, host: str, port: int, **_: Any) -> list[tuple[Any, ...]]:
+        if not self.hosts:
+            raise OSError("Name or service not known")
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (one, port)) for one in self.hosts]
+
+    @contextmanager
+    def caller(self, secret: bytes = SECRET) -> Iterator[PeerCaller]:
+        caller = PeerCaller([self.name], "", secret)
+        try:
+            yield caller
+        finally:
+            caller.close()
+
+    def call(self, caller: PeerCaller, known: Sequence[str] = ()) -> Calls:
+        calls = caller.call(FINGERPRINT, GENERATION, [known])
+        wait_until(lambda: calls.ended, 60.0)
+        return calls
+
+
+def test_all_nodes_are_called_once_and_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peer_caller, "CALLED_AT_ONCE", 4)
+    monkeypatch.setattr(peer_caller, "CALLS_S", 60.0)
+    monkeypatch.setattr(peer_caller, "CALL_S", 60.0)
+    rig = Rig(monkeypatch, 30)
+    with AnsweringNodes(SECRET, rig.addresses) as nodes, rig.caller() as caller:
+        calls = rig.call(caller)
+        assert Counter(nodes.asked) == Counter(rig.addresses)
+        assert nodes.most_connected <= 2 * 4, "the ends of those before may be seen late"
+        assert list(calls.unreached({})) == []
+
+
+def test_a_node_that_has_not_cleared_yet_is_called_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peer_caller, "CALLS_S", 60.0)
+    rig, asked = Rig(monkeypatch, 12), Counter[str]()
+
+    def answer(address: str, follow: Follow) -> bytes | None:
+        asked[address] += 1
+        if address == rig.addresses[3] and asked[address] == 1:
+            return bytes(GENERATION_BYTES) + b"\1"  # it has too many resets to follow
+        if address == rig.addresses[5] and asked[address] == 1:
+            return follow.generation.to_bytes(GENERATION_BYTES, "little") + b"\0"  # it is not written
+        return b"" if address == rig.addresses[7] and asked[address] == 1 else cleared(address, follow)
+
+    with AnsweringNodes(SECRET, rig.addresses, answer), rig.caller() as caller:
+        assert list(rig.call(caller).unreached({})) == []
+    assert {one for one, count in asked.items() if count > 1} == {rig.addresses[number] for number in (3, 5, 7)}
+
+
+def test_nodes_that_have_not_cleared_in_time_are_named_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peer_caller, "CALLS_S", 2.0)
+    monkeypatch.setattr(peer_caller, "CALL_S", 0.5)
+    rig = Rig(monkeypatch, 12)
+
+    def answer(address: str, follow: Follow) -> bytes | None:
+        right = cleared(address, follow)
+        return right[:-1] + b"\0" if right is not None and address == rig.addresses[2] else right
+
+    dark = rig.addresses[5:7]
+    there = [one for one in rig.addresses if one not in dark]
+    with AnsweringNodes(SECRET, there, answer), rig.caller() as caller:
+        calls = rig.call(caller)
+    (sentence,) = calls.unreached({})
+    assert sentence.startswith(f"{rig.name.text}: 3 of its 12 nodes have not cleared: {rig.addresses[2]} (")
+    assert "kvoffd.state" in sentence
+    assert all(f"{one} (no answer)" in sentence for one in dark)
+    heard = {f"peer://{rig.addresses[2]}": "", f"peer://{dark[0]}": "It refuses.", f"peer://{dark[1]}": ""}
+    heard |= {f"peer://{there[0]}": "It has not answered yet."}
+    (sentence,) = calls.unreached(heard)
+    assert sentence.endswith(f"1 of its 12 nodes have not cleared: {dark[0]} (It refuses).")
+
+
+def test_without_the_secret_nobody_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peer_caller, "CALLS_S", 1.0)
+    rig = Rig(monkeypatch, 9)
+    with AnsweringNodes(SECRET, rig.addresses) as nodes, rig.caller(b"another secret") as caller:
+        (sentence,) = rig.call(caller).unreached({})
+        assert "9 of its 9 nodes" in sentence
+        assert nodes.asked == []
+
+
+def test_a_name_that_cannot_be_resolved_is_a_problem_and_its_last_nodes_are_called(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rig = Rig(monkeypatch, 9)
+    rig.hosts = []
+    with AnsweringNodes(SECRET, rig.addresses) as nodes, rig.caller() as caller:
+        calls = rig.call(caller, rig.addresses)
+        assert list(calls.unreached({})) == [f"{rig.name.text}: its nodes are not known: Name or service not known."]
+        assert set(nodes.asked) == set(rig.addresses)
+
+
+def test_clears_that_wait_are_bounded_and_end_with_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peer_caller, "MAX_CLEARS", 1)
+    monkeypatch.setattr(peer_caller, "CALLS_S", 60.0)
+    rig = Rig(monkeypatch, 9)
+    with rig.caller() as caller:
+        first = caller.call(FINGERPRINT, GENERATION, [[]])
+        wait_until(lambda: not first.unknown, 60.0)
+        second, third = (caller.call(FINGERPRINT, GENERATION, [rig.addresses]) for _ in range(2))
+        assert (second.ended, third.ended) == (False, True)
+        sentences = list(third.unreached({}))
+        assert "too many clears wait" in sentences[0]
+        assert sentences[1].count(NOT_CALLED) == 9
+    wait_until(lambda: first.ended and second.ended, 60.0)
+
+
+def test_of_many_nodes_that_have_not_cleared_the_first_ones_are_named() -> None:
+    addresses = [f"10.0.{number >> 8}.{number & 255}:7400" for number in range(4096)]
+    (sentence,) = Calls({"dns+engines:7400": addresses}, {}, dict.fromkeys(addresses[:96], "")).unreached({})
+    assert "4000 of its 4096 nodes" in sentence
+    assert sentence.count(NOT_CALLED) == MAX_NAMED
+    assert sentence.endswith(f"and {4000 - MAX_NAMED} others.")
