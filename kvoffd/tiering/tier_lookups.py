@@ -91,9 +91,9 @@ class _Part:
         """``asked``: the counts of the group's keys; None if they were counted before."""
         self.unfound: list[int] = []
         """Keys that are neither in the pool nor on their way, nor in a tier that was asked."""
-        if any(self.states):
+        if any(self.states):  # FREE is 0
             self.unfound = [place for place, state in enumerate(self.states) if state == FREE]
-        else:  # as mostly, and faster
+        else:  # as mostly, and so faster
             self.unfound = list(range(len(self.states)))
         if self.fills:
             self.unfound = [place for place in self.unfound if self.keys[place] not in self.fills]
@@ -102,7 +102,7 @@ class _Part:
         self.asking: dict[int, tuple[Tier, ...]] = {}
         """Stores that are being asked for a key: one, or several peers."""
         self.whole_questions: list[object] = []
-        """The questions to these stores, if each of them is about all keys, so that no key is known."""
+        """The questions to these stores, if each of them is about exactly these keys; else none."""
         self.found_by: dict[str, None] = {}
         """Names of the tiers that have a key, or are being asked for it."""
 
@@ -124,7 +124,7 @@ class _Part:
             is_whole = len(self.unfound) == len(self.keys)
             keys = self.keys if is_whole else list(map(self.keys.__getitem__, self.unfound))
             answers = [(source, source.tier.find(self.block_group, keys, prefix=prefix)) for source in step]
-            answers = [(source, answer) for source, answer in answers if any(answer.states)]  # not all ABSENT
+            answers = [(source, answer) for source, answer in answers if any(answer.states)]  # ABSENT is 0
             self.found_by.update((source.tier.name, None) for source, _ in answers)
             if len(answers) == 1:
                 ((source, (states, _)),) = answers
@@ -329,7 +329,7 @@ class TierLookups:
         these keys may still grow, and others would be the last.
         """
         window = range(0)
-        for shared in (False, True):
+        for shared in (False, True):  # the disks, then the stores too
             part.look([source for source in lookup.sources if source.shared is shared], prefix=False)
             there = [
                 state in READY_OR_COMING or key in part.fills or place in part.there

@@ -8,7 +8,8 @@ import pytest
 from kvoffd.cache.namespace import Group, Namespace
 from kvoffd.cache.tickets import StorePart
 from kvoffd.tiering import TieringSettings, WriteMode, writer
-from kvoffd.tiering.writer import BUDGET, DAY_S, LATE, MAX_LOOKED_AT, STAYS, UNLIKELY, Selection, WriteBudget
+from kvoffd.tiering.selection import STAYS, Selection
+from kvoffd.tiering.writer import BUDGET, DAY_S, LATE, MAX_LOOKED_AT, UNLIKELY, WriteBudget
 from kvoffd.tiers.tier import Result
 from kvoffd_proto.messages import BENCH_LABEL, READY
 from tests.kit.clock import Clock
