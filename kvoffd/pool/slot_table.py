@@ -169,6 +169,8 @@ class SlotTable:
             self._bytes, np.uint64, geometry.regions, geometry.regions_at
         )
         """[regions] bytes of a slot, as last set."""
+        self._halves_at, self._half_bytes = geometry.namespaces_at, geometry.namespace_bytes // 2
+        """Offset of the two snapshots of the namespaces, and the bytes that each may have."""
         self._snapshot = 0
         if new:  # the header comes last: a table without it is not accepted
             header = geometry.header(read_boot_id())
@@ -180,13 +182,13 @@ class SlotTable:
         The half's number is written last, so a process killed before leaves the other half valid. Returns False, and
         changes nothing, if the snapshot does not fit.
         """
-        half_bytes = self.geometry.namespace_bytes // 2
+        half_bytes = self._half_bytes
         encoded = msgspec.msgpack.encode(snapshot)
         content = zlib.compress(encoded, 1)
         if len(encoded) > _MAX_UNPACKED_BYTES or _SNAPSHOT.size + len(content) > half_bytes:
             return False
         number = self._snapshot + 1
-        begin = self.geometry.namespaces_at + number % 2 * half_bytes
+        begin = self._halves_at + number % 2 * half_bytes
         word = self._bytes[begin : begin + 8].cast("Q")
         word[0] = 0
         self._bytes[begin + _SNAPSHOT.size : begin + _SNAPSHOT.size + len(content)] = content
@@ -198,10 +200,10 @@ class SlotTable:
 
     def load_namespaces(self, kind: type[msgspec.Struct]) -> Any:
         """Return the latest complete snapshot as a ``kind``; None if there is none."""
-        half_bytes = self.geometry.namespace_bytes // 2
+        half_bytes = self._half_bytes
         found = None
         for half in range(2):
-            begin = self.geometry.namespaces_at + half * half_bytes
+            begin = self._halves_at + half * half_bytes
             number, length, crc = _SNAPSHOT.unpack_from(self._bytes, begin)
             content = bytes(self._bytes[begin + _SNAPSHOT.size : begin + min(half_bytes, _SNAPSHOT.size + length)])
             is_of_half = number % 2 == half and number < MAX_SEQUENCE

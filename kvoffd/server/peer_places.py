@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
-from kvoffd.tiering.promotions import Promotions
+from kvoffd.tiering.promotion_source import PromotionSource
 from kvoffd.tiers.peer_names import PeerName, Resolved
 from kvoffd.tiers.peers import PeerHelper
 from kvoffd.tiers.shared import SharedTier
@@ -36,7 +36,7 @@ class PeerPlace:
     number: int
     """Its number in the helper."""
     tier: SharedTier
-    source: Promotions
+    source: PromotionSource
     since: float = -inf
     """Time when the peer got it, or a request last named it."""
     listed_at: float = -inf
@@ -70,7 +70,7 @@ class PeerPlaces:
         helper: PeerHelper,
         names: Sequence[PeerName],
         fixed: Collection[str],
-        replace_source: Callable[[Promotions], Promotions],
+        replace_source: Callable[[PromotionSource], PromotionSource],
         clock: Callable[[], float],
         rng: random.Random | None = None,
     ) -> None:
@@ -93,8 +93,8 @@ class PeerPlaces:
         its = (place.tier for place in self._places if place.tier.name and not place.tier.only_named)
         return [tier for tier in its if tier.name in self._addresses or tier.available()]
 
-    def add(self, number: int, tier: SharedTier, source: Promotions) -> None:
-        tier.only_named = tier.may_be_away = True
+    def add(self, number: int, tier: SharedTier, source: PromotionSource) -> None:
+        tier.is_peer = tier.only_named = tier.may_be_away = True
         self._places.append(PeerPlace(number, tier, source))
 
     def find(self, host: str) -> str:

@@ -11,7 +11,7 @@ from kvoffd.cache.hooks import CacheListener
 from kvoffd.simulate.disk import open_disk
 from kvoffd.simulate.shared import BlockPlaces, SimulatedPeers, SimulatedStore, StoreObjects
 from kvoffd.tiering import TieringSettings, WriteMode
-from kvoffd.tiering.promotions import Promotions
+from kvoffd.tiering.promotion_source import PromotionSource
 from kvoffd.tiering.tiering import Tiering
 from kvoffd.tiers.disk import DiskTier
 
@@ -46,7 +46,7 @@ class SimulatedTiers:
         mode, per_day_blocks = (disk.mode, disk.per_day_blocks) if disk is not None else (WriteMode.NEVER, 0)
         self._tiering = Tiering(cache, events, clock, TieringSettings(mode, per_day_blocks * block_bytes))
         self._disk_tier: DiskTier | None = None
-        self._disk_source: Promotions | None = None
+        self._disk_source: PromotionSource | None = None
         if disk is not None:
             self._disk_tier = open_disk(disk.blocks, block_bytes, clock, self._posted.append, self._tiering)
             self._tiering.disk_writer.budget.first_filling_bytes = disk.blocks * block_bytes

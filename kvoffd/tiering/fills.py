@@ -4,46 +4,67 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from enum import StrEnum
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvoffd.cache.asked_keys import AskedKeys
 from kvoffd.cache.namespace import Group
-from kvoffd.cache.prefetches import NO_SESSION
 from kvoffd.cache.tickets import FillTicket, Lease
 from kvoffd.tiers.header import BlockGroup
 
 if TYPE_CHECKING:
-    from kvoffd.tiering.promotions import Promotions
+    from kvoffd.tiering.promotion_source import PromotionSource
+
+
+class NotRead(StrEnum):
+    """Reasons for which a block that a tier has is not read to its end, besides the ``Result`` of a read."""
+
+    NO_SPACE = "no_space"  # leases may not pin it, or the pool has no slots for it
+    QUOTA = "quota"  # its namespace may not have more of the pool
+    OVERDUE = "overdue"  # its read was given up, or reads that hang keep it from being begun
+    SLOWER = "slower"  # the engine computes it in less time
+
+
+class Blocked(NamedTuple):
+    """Reason for which a queue cannot begin its next block, and the time since which it cannot."""
+
+    reason: NotRead
+    """NO_SPACE or OVERDUE: as this its fills fail if it is blocked for as long as a block may take to read."""
+    since: float
+
+
+@dataclass(slots=True, eq=False)
+class JointQueues:
+    """Queues whose blocks one lookup waits for, of all its groups and sources. Space is reserved for all or none: two
+    prompts with a part each would wait for one another."""
+
+    lease: Lease
+    """The lookup's lease."""
+    members: list[FillQueue] = field(default_factory=list)
+    """Those of them that have blocks left, reserved ones included."""
 
 
 @dataclass(slots=True, eq=False)
 class FillQueue:
     """Blocks of one group that one lookup has a source read: those that wait for it, in order, and those under way."""
 
-    first_lease: Lease
-    """Lease of the lookup that asked first; it may have ended."""
-    last_lease: Lease
-    """Lease of the last lookup that waited for it before it had space."""
+    session: int
+    """Session of that lookup, NO_SESSION for a prefetch."""
+    joint: JointQueues
+    """The queues that get space together with this one: those of the last lookup that joined it before it had space.
+    Engines repeat lookups under new leases."""
     group: Group
     block_group: BlockGroup
     """The group, for tiers."""
-    source: Promotions
+    source: PromotionSource
     fills: OrderedDict[Fill, None] = field(default_factory=OrderedDict)
     """Fills that have not begun."""
     under_way: int = 0
-    """Number of blocks that are being read."""
-    together: list[FillQueue] = field(default_factory=list)
-    """All queues that the last lease waits for, of all sources: space is reserved for all of them or none."""
+    """Number of blocks that are being read, without those that were given up."""
     is_reserved: bool = False
-    """Whether leases may pin all of these blocks: no other queue gets their space."""
-    no_space_since: float | None = None
-    """Time since which it has no space in the pool; None if it has some, or its turn has not come."""
-    fails_as: str = ""
-    """Reason for which its fills fail if that lasts too long: NO_SPACE, or OVERDUE if reads that hang have it."""
-
-    @property
-    def is_prefetch(self) -> bool:
-        return self.first_lease.session == NO_SESSION
+    """Whether leases may pin all of these blocks: no other queue gets their space. Never of a prefetch."""
+    blocked: Blocked | None = None
+    """None if it can begin, or its turn has not come."""
 
     @property
     def queued_bytes(self) -> int:
@@ -52,8 +73,8 @@ class FillQueue:
 
 @dataclass(slots=True, eq=False)
 class Fill:
-    """A block that a lookup requested and a tier has. It is settled once: ``Promotions.settle`` counts its key for all
-    lookups that asked for it, and none waits for it any more.
+    """A block that a lookup requested and a tier has. It is settled once: ``PromotionSource.settle`` counts its key for
+    all lookups that asked for it, and none waits for it any more.
 
     | event                           | method              | counted as        | its slots             |
     |---------------------------------|---------------------|-------------------|-----------------------|
@@ -76,6 +97,7 @@ class Fill:
     ticket: FillTicket | None = None
     """Its block in the pool while the tier reads into it: the slots stay allocated until that has ended."""
     begun_at: float = 0.0
+    """Time when its read began, if it has."""
     is_settled: bool = False
     leases: dict[Lease, None] = field(default_factory=dict)
     """Leases of lookups that wait for it: they pin it once it is READY."""
@@ -89,5 +111,5 @@ class Fill:
 
 Asker = tuple[AskedKeys, int]
 """Keys of a lookup, and a position among them."""
-Coming = dict[int, dict[bytes, Fill]]
-"""Fills that are not settled, from all tiers, by tag of the group and by key."""
+UnsettledFills = dict[int, dict[bytes, Fill]]
+"""Fills that are not settled, of all sources, by the group's tag and by key. No group has an empty dict."""

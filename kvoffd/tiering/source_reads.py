@@ -23,8 +23,9 @@ AHEAD_BLOCKS = 16
 class SourceReads:
     """The reads of one source, until its tier ends them.
 
-    The turn of a read begins when all earlier ones have ended; then it has its patience. A read that takes longer is
-    given up: no lookup waits for it, and the tier may still write into its slots.
+    A tier may end reads in any order. The turn of a read begins when all earlier ones have ended or were given up; then
+    it has its patience. A read that takes longer is given up: no lookup waits for it, and the tier may still write into
+    its slots.
 
     Args:
         patience_s: time for a tier to read a block from the beginning of its turn.
@@ -48,24 +49,24 @@ class SourceReads:
         self.under_way_bytes = self.given_up_bytes = 0
         self.speed = ReadSpeed(clock)
         self._turn_at = 0.0
-        """Time when the first read under way became the first."""
+        """Time when the turn of the first read under way began."""
         self._ended_at = 0.0
         """Time when a read last ended."""
 
     def free_bytes(self, block_bytes: int) -> int:
-        """Return the pool bytes that further reads may use now."""
+        """Return the pool bytes that further reads may use now. ``block_bytes``: of the next one."""
         beyond_their_own = max(0, self.given_up_bytes - self.most_bytes)
-        return self._may_be_under_way(block_bytes) - self.under_way_bytes - beyond_their_own
+        return self._most_under_way(block_bytes) - self.under_way_bytes - beyond_their_own
 
     def are_few(self, block_bytes: int) -> bool:
         """Return whether at most half of the bytes that may be under way are."""
-        return 2 * self.under_way_bytes <= self._may_be_under_way(block_bytes)
+        return 2 * self.under_way_bytes <= self._most_under_way(block_bytes)
 
-    def _may_be_under_way(self, block_bytes: int) -> int:
-        """Return the pool bytes that reads may use now."""
-        if not (speed := self.speed.measured):
-            return min(self.most_bytes, max(UNMEASURED_BYTES, AHEAD_BLOCKS * block_bytes))
-        return min(self.most_bytes, max(int(AHEAD_S * speed), AHEAD_BLOCKS * block_bytes))
+    def _most_under_way(self, block_bytes: int) -> int:
+        """Return the pool bytes that reads under way may use at once, at the measured speed."""
+        speed = self.speed.measured
+        ahead_bytes = int(AHEAD_S * speed) if speed else UNMEASURED_BYTES
+        return min(self.most_bytes, max(ahead_bytes, AHEAD_BLOCKS * block_bytes))
 
     def begin(self, fill: Fill, ticket: FillTicket, on_end: ReadEnd) -> bool:
         """Begin a read into the slots of a ticket; return False if the tier does not accept it now."""
@@ -96,9 +97,21 @@ class SourceReads:
         self.speed.end(came_bytes, len(self.under_way))
         return was_given_up
 
-    def overdue(self, most: int) -> list[Fill]:
-        """Return reads to give up, once the turn of the first has taken too long: the first alone, if another one has
-        ended in its turn; else the tier hangs, and they are all that began as long ago, up to ``most``."""
+    def give_up_overdue(self, most: int) -> list[Fill]:
+        """Give up reads once the turn of the first has taken too long, and return them, up to ``most``."""
+        overdue = self._overdue(most)
+        for fill in overdue:
+            del self.under_way[fill]
+            self.under_way_bytes -= fill.queue.group.block_bytes
+            self.given_up[fill] = None
+            self._count_given_up(fill.queue.group.block_bytes)
+        if 0 < len(overdue) < most:  # these were all: the turn of the one behind them begins
+            self._turn_at = self._clock()
+        return overdue
+
+    def _overdue(self, most: int) -> list[Fill]:
+        """Return the reads that are overdue: the first alone, if another one has ended in its turn; else the tier
+        hangs, and they are all that began as long ago, up to ``most``."""
         now = self._clock()
         if not self.under_way or now - self._turn_at < self._patience_s:
             return []
@@ -106,17 +119,6 @@ class SourceReads:
             return list(islice(self.under_way, 1))
         old = takewhile(lambda fill: now - fill.begun_at >= self._patience_s, self.under_way)
         return list(islice(old, most))
-
-    def give_up(self, fill: Fill) -> None:
-        """Give a read up. Call ``begin_turn`` once no other is overdue."""
-        del self.under_way[fill]
-        self.under_way_bytes -= fill.queue.group.block_bytes
-        self.given_up[fill] = None
-        self._count_given_up(fill.queue.group.block_bytes)
-
-    def begin_turn(self) -> None:
-        """Begin the turn of the first read under way now."""
-        self._turn_at = self._clock()
 
     def _count_given_up(self, nbytes: int) -> None:
         self.given_up_bytes += nbytes

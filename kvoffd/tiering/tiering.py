@@ -15,9 +15,9 @@ from kvoffd.cache.namespace import MissReason, Namespace
 from kvoffd.system.calls import call_each
 from kvoffd.system.newest import put_newest
 from kvoffd.tiering import TieringSettings, WriteMode
-from kvoffd.tiering.fills import Coming
-from kvoffd.tiering.promoted_blocks import PromotedBlocks
-from kvoffd.tiering.promotions import Promotions
+from kvoffd.tiering.block_origins import BlockOrigins
+from kvoffd.tiering.fills import UnsettledFills
+from kvoffd.tiering.promotion_source import PromotionSource
 from kvoffd.tiering.tier_lookups import TierLookups
 from kvoffd.tiering.unanswered_keys import UnansweredKeys
 from kvoffd.tiering.writer import Writer, block_group_of
@@ -40,14 +40,14 @@ class Tiering:
 
     ``pump`` begins requested promotions once the replies are sent; ``tick`` is for deadlines and the cold end.
 
-    | part               | has                                                                                    |
-    |--------------------|----------------------------------------------------------------------------------------|
-    | ``TierLookups``    | which keys are in a tier, which of these are requested, and the leases that await them |
-    | ``UnansweredKeys`` | keys that stores are being asked for, until they are counted                           |
-    | ``Promotions``     | of each source, the requested blocks on their way to the pool; those that are being    |
-    |                    | read are in ``SourceReads``                                                            |
-    | ``PromotedBlocks`` | those that have come, until they are loaded                                            |
-    | ``Writer``         | of all disks, and of each store, the blocks on their way down                          |
+    | part                | has                                                                                    |
+    |---------------------|----------------------------------------------------------------------------------------|
+    | ``TierLookups``     | which keys are in a tier, which of these are requested, and the leases that await them |
+    | ``UnansweredKeys``  | keys that stores are being asked for, until they are counted                           |
+    | ``PromotionSource`` | one for each disk, store and peer: the requested blocks on their way from it to the    |
+    |                     | pool; those that are being read are in its ``SourceReads``                             |
+    | ``BlockOrigins``    | where blocks that have come were, until they are loaded                                |
+    | ``Writer``          | one for all disks, and one for each store: the blocks on their way down                |
 
     Attributes:
         is_unshared: whether a namespace, by its fingerprint, became stale here: other nodes' blocks of the same keys
@@ -66,30 +66,31 @@ class Tiering:
         is_unshared: Callable[[bytes], bool] = lambda fingerprint: False,
     ) -> None:
         self._cache, self._clock = cache, clock
-        self._coming: Coming = {}
+        self._unsettled: UnsettledFills = {}
         self._engines_busy, self.is_unshared = engines_busy, is_unshared
-        self.sources: list[Promotions] = []
-        """The disks of this node, then shared stores in the order of asking."""
+        self.sources: list[PromotionSource] = []
+        """The disks of this node, then shared stores in the order of asking. All parts have this list."""
         self._disk_settings, self._disk_tiers = settings, list[Tier]()
+        """``_disk_tiers``: those of the first sources, in this order. The disks' writer has this list."""
         self.writers = [self._make_writer(self._disk_tiers, settings, shared=False)]
         """The writer of the disks, then those of the stores."""
-        self._promoted_blocks, self._unanswered = PromotedBlocks(len(cache.blocks.state)), UnansweredKeys(cache)
-        self.lookups = TierLookups(cache, self.sources, self._coming, self._unanswered, is_unshared)
+        self._origins, self._unanswered = BlockOrigins(len(cache.blocks.state)), UnansweredKeys(cache)
+        self.lookups = TierLookups(cache, self.sources, self._unsettled, self._unanswered, is_unshared)
         self.find, self.lease_ended = self.lookups.find, self.lookups.lease_ended
-        self.loaded, self.answered = self._promoted_blocks.loaded, self._unanswered.answered
+        self.loaded, self.answered = self._origins.loaded, self._unanswered.answered
         self._to_spare: list[tuple[BlockGroup, list[bytes]]] = []
-        """Blocks that left the pool since the last tick: see ``Tier.spare``."""
+        """Blocks that left the pool since the last tick, for the disks: see ``Tier.spare``."""
         self._events = events
         self._logged: dict[tuple[str, str], float] = {}
         """Logged errors by tier and kind, with the time; the tiers count them."""
 
     @property
-    def disks(self) -> list[Promotions]:
+    def disks(self) -> list[PromotionSource]:
         """The sources that are disks."""
         return self.sources[: len(self._disk_tiers)]
 
     @property
-    def stores(self) -> list[Promotions]:
+    def stores(self) -> list[PromotionSource]:
         """The sources that nodes share."""
         return self.sources[len(self._disk_tiers) :]
 
@@ -97,43 +98,43 @@ class Tiering:
     def disk_writer(self) -> Writer:
         return self.writers[0]
 
-    def add_store(self, tier: Tier, settings: TieringSettings) -> Promotions:
+    def add_store(self, tier: Tier, settings: TieringSettings) -> PromotionSource:
         """Add a store that nodes share, for blocks that neither the pool nor the earlier sources have."""
         writer = self._make_writer([tier], settings, shared=True)
         source = self._make_source(tier, settings, writer, shared=True)
-        self._promoted_blocks.sources.append(source)
+        self._origins.add_source(source)
         self.sources.append(source)
         self.writers.append(writer)
         return source
 
-    def add_disk(self, tier: Tier) -> Promotions:
-        """Add a disk, before the stores. What fills may use of the pool is divided between all disks."""
+    def add_disk(self, tier: Tier) -> PromotionSource:
+        """Add a disk, before the stores. What reads may use of the pool is divided between all disks."""
         source = self._make_source(tier, self._disk_settings, self.disk_writer, shared=False)
-        self._promoted_blocks.sources.append(source)
+        self._origins.add_source(source)
         self.sources.insert(len(self._disk_tiers), source)
         self._disk_tiers.append(tier)
-        whole_bytes = source.reads.most_bytes
+        for_all_disks = source.reads.most_bytes  # as of a source that is alone
         for one in self.disks:
-            one.reads.most_bytes = whole_bytes // len(self._disk_tiers)
+            one.reads.most_bytes = for_all_disks // len(self._disk_tiers)
         return source
 
-    def _make_source(self, tier: Tier, settings: TieringSettings, writer: Writer, *, shared: bool) -> Promotions:
-        parts = self._cache, self._clock, self._coming, self.sources, writer, self._promoted_blocks
-        return Promotions(tier, settings, *parts, shared=shared)
+    def _make_source(self, tier: Tier, settings: TieringSettings, writer: Writer, *, shared: bool) -> PromotionSource:
+        parts = self._cache, self._clock, self._unsettled, self.sources, writer, self._origins
+        return PromotionSource(tier, settings, *parts, shared=shared)
 
     def _make_writer(self, tiers: list[Tier], settings: TieringSettings, *, shared: bool) -> Writer:
         writer = Writer(
             *(self._cache, tiers, self._clock, settings),
-            idle=lambda: not any(source.waiting_blocks for source in self.sources if source.writer is writer),
+            idle=lambda: not any(source.unended_blocks for source in self.sources if source.writer is writer),
             engines_busy=self._engines_busy,
             leaves_out=self.is_unshared if shared else lambda fingerprint: False,
         )
         return writer
 
-    def replace_source(self, source: Promotions, settings: TieringSettings) -> Promotions:
+    def replace_source(self, source: PromotionSource, settings: TieringSettings) -> PromotionSource:
         """Replace an idle source whose tier serves another peer from now on, of which nothing is known yet."""
         new = self._make_source(source.tier, settings, source.writer, shared=source.shared)
-        self._promoted_blocks.replace_source(source, new)
+        self._origins.replace_source(source, new)
         self.sources[self.sources.index(source)] = new
         return new
 
@@ -146,24 +147,23 @@ class Tiering:
                     writer.used(group, members)
 
     def stored(self, blocks: BlockIds) -> None:
-        self._promoted_blocks.stored(blocks)
+        self._origins.stored(blocks)
         for writer in self.writers:
             writer.stored(blocks)
 
     def evicted(self, blocks: BlockIds) -> None:
-        self._promoted_blocks.evicted(blocks)
-        # The disks' hands spare evicted blocks, from the next tick on: an engine's store waits for this call.
+        self._origins.evicted(blocks)
         for group, members in self._cache.blocks.by_group(blocks):
             if group.retired:
                 continue
             keys = self._cache.blocks.split_keys(members, group.key_bytes)
             for writer in self.writers:
                 writer.evicted(group, members, keys)
-            if self._disk_tiers:
+            if self._disk_tiers:  # they are told by the next tick: an engine's store waits for this call
                 self._to_spare.append((block_group_of(group), keys))
 
     def waiting(self, blocks: BlockIds) -> npt.NDArray[np.bool_] | None:
-        writers = [writer for writer in self.writers if writer.waiting and writer.works]
+        writers = [writer for writer in self.writers if writer.waiting and writer.writes_soon]
         if not writers:
             return None
         found, numbers = np.zeros(len(blocks), np.bool_), blocks.tolist()
@@ -173,7 +173,7 @@ class Tiering:
 
     @property
     def are_written(self) -> bool:
-        return any(writer.mode is not WriteMode.NEVER and writer.works for writer in self.writers)
+        return any(writer.mode is not WriteMode.NEVER and writer.writes_soon for writer in self.writers)
 
     def safe_to_evict(self, blocks: BlockIds) -> npt.NDArray[np.bool_]:
         if not self.are_written:
@@ -183,17 +183,17 @@ class Tiering:
 
     def remove(self, namespace: Namespace, group: int, keys: bytes, why: MissReason) -> None:
         single_keys, block_group = namespace.split(group, keys), block_group_of(namespace.group(group))
-        coming = self._coming.get(block_group.tag, {})
-        for fill in [coming[key] for key in single_keys if key in coming]:
+        unsettled = self._unsettled.get(block_group.tag, {})
+        for fill in [unsettled[key] for key in single_keys if key in unsettled]:
             fill.queue.source.settle(fill, why)
         for source in self.sources:
-            # Other nodes use a store's blocks; bytes that are wrong here are not wrong there.
+            # Bytes that are wrong here are not wrong in a store, which other nodes use.
             if not source.shared or why is not MissReason.CORRUPT:
                 source.tier.remove(block_group, single_keys, for_all_nodes=why is MissReason.PARTIAL)
 
     def cancel_promotions(self, namespace: Namespace) -> None:
-        for keys in list(self._coming.values()):
-            for fill in list(keys.values()):
+        for fills in list(self._unsettled.values()):
+            for fill in list(fills.values()):
                 if fill.queue.group.namespace is not namespace:
                     break  # all keys of a tag belong to one namespace
                 fill.queue.source.settle(fill, MissReason.INVALIDATED)
@@ -236,9 +236,9 @@ class Tiering:
         """End some more of what is overdue, if a tick left any; return whether there is more."""
         more = False
         for source in self.sources:
-            if source.ends_more:
+            if source.has_overdue:
                 source.end_overdue()
-                more |= source.ends_more
+                more |= source.has_overdue
         return more
 
     def _spare_evicted(self) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import compress
 from operator import not_
+from typing import TypeAlias
 
 from kvoffd.cache.asked_keys import AskedKeys
 from kvoffd.cache.block_table import IN_A_TIER
@@ -12,111 +14,125 @@ from kvoffd.cache.cache import Cache
 from kvoffd.cache.namespace import Namespace
 from kvoffd.tiering.fills import Asker
 from kvoffd.tiers.header import BlockGroup
-from kvoffd.tiers.tier import PEER, Tier
+from kvoffd.tiers.tier import Tier
 
 
+@dataclass(slots=True)
 class _Run:
-    """Keys of a lookup from ``first`` on that questions to several stores are about: peers, or one store.
+    """All keys of a lookup from ``first`` on, asked of one store in one question, or of each of several peers."""
 
-    Attributes:
-        found: leading keys that a store has, by the answers so far.
-        questions: number of those that are not answered.
-    """
-
-    __slots__ = ("asked", "first", "found", "questions")
-
-    def __init__(self, asked: AskedKeys, first: int, questions: int) -> None:
-        self.asked, self.first, self.questions, self.found = asked, first, questions, 0
+    asked: AskedKeys
+    first: int
+    unanswered: int
+    """Number of questions that are not answered."""
+    found: int = 0
+    """Leading keys that a store has, by the answers so far."""
 
 
-class _LookupKeys:
-    """Keys of a lookup that stores are being asked for: one store, or several peers.
+@dataclass(slots=True, eq=False)
+class _ScatteredKeys:
+    """Some keys of a lookup, asked of one store or of several peers, in questions that other keys share."""
 
-    Args:
-        open_questions: stores that have not answered, by the key's position; None for one store.
-    """
+    asked: AskedKeys
+    unanswered: dict[int, int] | None
+    """Number of peers that have not answered, by the position of a key that none has; None for one store."""
 
-    __slots__ = ("_open", "asked")
-
-    def __init__(self, asked: AskedKeys, open_questions: dict[int, int] | None) -> None:
-        self.asked, self._open = asked, open_questions
-
-    def settle(self, position: int, *, is_there: bool) -> bool:
-        """Record a store's answer about the key at a position; return whether it is the one that decides: the first
+    def is_decided_by(self, position: int, *, is_there: bool) -> bool:
+        """Record a store's answer about the key at a position. Return whether it is the one that decides: the first
         that has the key, or the last."""
-        if self._open is None:
+        if self.unanswered is None:
             return True
-        if not (left := self._open.pop(position, 0)):
+        if not (left := self.unanswered.pop(position, 0)):
             return False  # another one has it
         if is_there or left == 1:
             return True
-        self._open[position] = left - 1
+        self.unanswered[position] = left - 1
         return False
 
 
+_AskersOfKeys: TypeAlias = dict[bytes, tuple[tuple[_ScatteredKeys, int], ...]]
+"""Lookups that ask for a key, by key, each with the key's position in it."""
+
+
 class UnansweredKeys:
-    """Keys that are UNANSWERED_YET, and the lookups that asked for them: these count them once they are answered."""
+    """Keys that are UNANSWERED_YET, and the lookups that asked for them: these count them once they are answered.
+
+    A lookup's keys are in one of two places: as a run if each question is about exactly these keys, as mostly, so that
+    an answer costs the same for one key or a thousand; else one by one.
+    """
 
     def __init__(self, cache: Cache) -> None:
         self._cache = cache
-        self._by_key: dict[Namespace, dict[tuple[Tier, int], dict[bytes, tuple[tuple[_LookupKeys, int], ...]]]] = {}
-        """Lookups by namespace, by the store that is asked and the tag, and by key, with the key's position."""
         self._runs: dict[object, _Run] = {}
-        """Lookups all of whose keys are in one question to a store, or in one to each of several peers, by question."""
+        """Runs by question: see ``Found``."""
+        self._scattered: dict[Namespace, dict[tuple[Tier, int], _AskersOfKeys]] = {}
+        """Other keys by namespace, and by the store that is asked and the group's tag."""
 
     def add_run(self, questions: Sequence[object], asked: AskedKeys, first: int) -> None:
         """Add the keys of a lookup from ``first`` on, all of which each of these questions is about."""
         self._runs.update(dict.fromkeys(questions, _Run(asked, first, len(questions))))
 
-    def add(
+    def add_scattered(
         self, tiers: Sequence[Tier], tag: int, keys: Sequence[bytes], asked: AskedKeys, positions: Sequence[int]
     ) -> None:
         """Add keys of a lookup that each of these stores is being asked for, and their positions in it."""
-        its_keys = _LookupKeys(asked, dict.fromkeys(positions, len(tiers)) if len(tiers) > 1 else None)
+        its_keys = _ScatteredKeys(asked, dict.fromkeys(positions, len(tiers)) if len(tiers) > 1 else None)
         for tier in tiers:
-            by_key = self._by_key.setdefault(asked.namespace, {}).setdefault((tier, tag), {})
+            askers = self._scattered.setdefault(asked.namespace, {}).setdefault((tier, tag), {})
             for key, position in zip(keys, positions, strict=True):
-                by_key[key] = (*by_key.get(key, ()), (its_keys, position))
+                askers[key] = (*askers.get(key, ()), (its_keys, position))
 
     def forget(self, namespace: Namespace) -> None:
-        """Drop the keys of a namespace that was forgotten."""
-        self._by_key.pop(namespace, None)
+        """Drop the keys of a namespace that was forgotten. Runs stay until their answers come."""
+        self._scattered.pop(namespace, None)
 
     def answered(
         self, tier: Tier, block_group: BlockGroup, keys: Sequence[bytes], found: Sequence[bool], question: object
     ) -> None:
         """Have lookups count the keys that a store has answered about: see ``TierListener``."""
         run = self._runs.pop(question, None)
-        is_down = tier.is_down() and not tier.name.startswith(PEER)
         if (namespace := self._cache.namespaces.get(block_group.fingerprint)) is None:
             return
         if namespace.generation != block_group.generation:
             found = [False] * len(keys)
         if run is not None and run.asked.namespace is namespace:  # else another one has its fingerprint now
-            _record_answer(tier, run.asked, is_down=is_down)
-            if more := max(0, sum(found) - run.found):
-                namespace.counters.found_shared += more
-                run.asked.set(run.first + run.found, bytes([IN_A_TIER]) * more)
-                run.found += more
-            run.questions -= 1
-            if not run.questions and run.found < len(keys):
-                self._cache.prompts.tier_lacks(run.asked, run.first + run.found, len(keys) - run.found)
-        by_tier, tier_and_tag = self._by_key.get(namespace, {}), (tier, block_group.tag)
-        if not (by_key := by_tier.get(tier_and_tag)):
-            return
-        waiting = [by_key.pop(key, ()) for key in keys]
-        if not by_key:
-            del by_tier[tier_and_tag]
-        for asked in {one.asked: None for of_key in compress(waiting, map(not_, found)) for one, _ in of_key}:
-            _record_answer(tier, asked, is_down=is_down)
-        askers = [
-            [(one.asked, position) for one, position in of_key if one.settle(position, is_there=is_there)]
-            for of_key, is_there in zip(waiting, found, strict=True)
+            self._answer_run(run, tier, found)
+        by_tier, tier_and_tag = self._scattered.get(namespace, {}), (tier, block_group.tag)
+        if askers := by_tier.get(tier_and_tag):
+            answered = [askers.pop(key, ()) for key in keys]
+            if not askers:
+                del by_tier[tier_and_tag]
+            self._answer_scattered(namespace, answered, tier, found)
+
+    def _answer_run(self, run: _Run, tier: Tier, found: Sequence[bool]) -> None:
+        """Count a run's keys by a store's answer about all of them: the leading ones that it has."""
+        _record_answer(tier, run.asked)
+        if more := max(0, sum(found) - run.found):
+            run.asked.namespace.counters.found_shared += more
+            run.asked.set(run.first + run.found, bytes([IN_A_TIER]) * more)
+            run.found += more
+        run.unanswered -= 1
+        if not run.unanswered and run.found < len(found):
+            self._cache.prompts.tier_lacks(run.asked, run.first + run.found, len(found) - run.found)
+
+    def _answer_scattered(
+        self,
+        namespace: Namespace,
+        answered: Sequence[tuple[tuple[_ScatteredKeys, int], ...]],
+        tier: Tier,
+        found: Sequence[bool],
+    ) -> None:
+        """Count keys by a store's answer. ``answered``: by key, the lookups that ask for it."""
+        for asked in {one.asked: None for of_key in compress(answered, map(not_, found)) for one, _ in of_key}:
+            _record_answer(tier, asked)
+        decided = [
+            [(one.asked, position) for one, position in of_key if one.is_decided_by(position, is_there=is_there)]
+            for of_key, is_there in zip(answered, found, strict=True)
         ]
-        namespace.counters.found_shared += sum(map(len, compress(askers, found)))
-        for asked, position, count in _joined(compress(askers, found)):
+        namespace.counters.found_shared += sum(map(len, compress(decided, found)))
+        for asked, position, count in _joined(compress(decided, found)):
             asked.set(position, bytes([IN_A_TIER]) * count)
-        for asked, position, count in _joined(compress(askers, map(not_, found))):
+        for asked, position, count in _joined(compress(decided, map(not_, found))):
             self._cache.prompts.tier_lacks(asked, position, count)
 
 
@@ -134,9 +150,10 @@ def _joined(askers: Iterable[Sequence[Asker]]) -> Iterator[tuple[AskedKeys, int,
         yield asked, first, count
 
 
-def _record_answer(tier: Tier, asked: AskedKeys, *, is_down: bool) -> None:
-    """Record that a tier has answered, or that a question to it failed."""
-    if is_down:
+def _record_answer(tier: Tier, asked: AskedKeys) -> None:
+    """Record that a tier has answered, or that a question to it failed. A peer that fails is like one without the keys:
+    its pool went with it."""
+    if tier.is_down() and not tier.is_peer:
         asked.tier_is_down(tier.name)
     else:
         asked.tier_answered(tier.name)

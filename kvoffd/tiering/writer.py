@@ -1,4 +1,4 @@
-"""Selects blocks to write to a tier, and when: in the background, ahead of their eviction."""
+"""Writes blocks to tiers in the background, ahead of their eviction: which, when, and within which budget."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from functools import partial
 from itertools import compress, islice
-from math import inf
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -18,11 +17,13 @@ from kvoffd.cache.block_table import CORRUPT, READY, BlockIds
 from kvoffd.cache.cache import Cache
 from kvoffd.cache.namespace import Group
 from kvoffd.tiering import TieringSettings, WriteMode
+from kvoffd.tiering.selection import WATCHED, Selection
 from kvoffd.tiers.header import Block, BlockGroup, make_block_group
 from kvoffd.tiers.tier import Result, Tier
 
 _Sequences: TypeAlias = dict[int, int]
-"""Blocks with the sequence number of their records: by the time of use, a number may belong to another block."""
+"""Block numbers with the sequence numbers of their records, which together identify a block: a number alone may belong
+to another block by the time of use."""
 
 LATE, BUDGET, UNLIKELY = "late", "budget", "unlikely"
 """Reasons why a block left the pool unwritten: its turn came too late, as engines copy or the tier is slow or down; the
@@ -44,15 +45,6 @@ COLD_DIVISOR = 8
 MAX_COLD_BLOCKS = 1024
 """Limit of these blocks in one tick."""
 DAY_S = 86_400.0
-STAYS = 2.0, 3.0, 4.0, 6.0, 8.0
-"""Candidate stays of a written block on a full tier, in multiples of its stay if all were written. The least is 2: at
-most half are."""
-WORTH = 0.99
-"""Share of the best hit count: of the settings that give at least this, the one with the fewest writes is used."""
-SAMPLE = 2048
-"""Number of the latest blocks on which the choice is based."""
-WATCHED = 4
-"""A chance of reuse within x bytes is believed once WATCHED * x bytes were requested."""
 SAVED_SHARE = 1 / 8
 """Part of a day's bytes that may accumulate and be written at once."""
 PERSISTED_AHEAD_SHARE = 1 / 8
@@ -63,25 +55,32 @@ class WriteBudget:
     """Bytes that may be written per day, because flash wears out; 0 is no limit. No 24 hours exceed it, except for the
     first filling of a tier.
 
-    A write waits until the accumulated amount covers it. A block larger than the bound waits until the amount is full,
-    and then makes it negative.
+    It is a token bucket: bytes accumulate at a rate, up to a bound, and a write waits until they cover it. A block
+    larger than the bound waits until the bucket is full, and then makes it negative. The rate is that of a day less the
+    bound, so that a full bucket and a day's rate are a day's bytes.
+
+    Attributes:
+        first_filling_bytes: bytes that may be written besides: the disks' sizes less all ever written.
     """
 
     def __init__(self, per_day_bytes: int, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._bound = self._level = per_day_bytes * SAVED_SHARE
+        """The most bytes in the bucket, and those in it at ``_filled_at``. A bound of 0: no limit."""
         self._rate = (per_day_bytes - self._bound) / DAY_S
+        """Bytes per second."""
         self._filled_at = clock()
         self._persisted, self._persisted_at = 0.0, clock()
+        """The last amount to persist, and when. A successor that begins with it accumulates from then on."""
         self.first_filling_bytes = 0
-        """Bytes that may be written besides: the disks' sizes less all ever written."""
 
     def restore(self, spent_bytes: float, seconds: float) -> None:
         """Continue from the bytes that an earlier daemon had spent ``seconds`` ago."""
         self._level = min(self._bound, self._bound - spent_bytes + self._rate * max(0.0, seconds))
 
     def amount_to_persist(self) -> float | None:
-        """Return the amount to persist, rounded up so that a killed daemon spends none twice; None if unchanged."""
+        """Return the amount to persist, rounded up so that a killed daemon spends none twice; None if the last one
+        still covers what is spent, less what would have accumulated since."""
         now, spent = self._clock(), self.spent_bytes
         if spent <= self._persisted - self._rate * (now - self._persisted_at):
             return None
@@ -100,11 +99,11 @@ class WriteBudget:
 
     def allows(self, nbytes: int) -> bool:
         """Return whether this many bytes may be written now."""
-        return bool(self.first_filling_bytes) or not self._bound or self._now() >= min(nbytes, self._bound)
+        return bool(self.first_filling_bytes) or not self._bound or self._fill() >= min(nbytes, self._bound)
 
-    def refund(self, nbytes: int, *, fills: bool) -> None:
-        """Return bytes that were taken and not written. ``fills``: there were ``first_filling_bytes`` then."""
-        if fills:
+    def refund(self, nbytes: int, *, first_filling: bool) -> None:
+        """Return bytes that were taken and not written. ``first_filling``: they were ``first_filling_bytes``."""
+        if first_filling:
             self.first_filling_bytes += nbytes
         else:
             self._level += nbytes
@@ -112,19 +111,20 @@ class WriteBudget:
     @property
     def left_share(self) -> float:
         """Part of the accumulable bytes that is left; 1 without a limit."""
-        return max(0.0, self._now() / self._bound) if self._bound and not self.first_filling_bytes else 1.0
+        return max(0.0, self._fill() / self._bound) if self._bound and not self.first_filling_bytes else 1.0
 
     @property
     def spent_bytes(self) -> float:
         """Spent bytes not accumulated again yet; 0 without a limit."""
-        return self._bound - self._now() if self._bound else 0.0
+        return self._bound - self._fill() if self._bound else 0.0
 
     @property
     def left_bytes(self) -> int | None:
         """Bytes that may be written now; None without a limit."""
-        return max(0, int(self._now())) + self.first_filling_bytes if self._bound else None
+        return max(0, int(self._fill())) + self.first_filling_bytes if self._bound else None
 
-    def _now(self) -> float:
+    def _fill(self) -> float:
+        """Add what has accumulated; return the bytes in the bucket."""
         now = self._clock()
         self._level = min(self._bound, self._level + self._rate * max(0.0, now - self._filled_at))
         self._filled_at = now
@@ -136,18 +136,16 @@ class BlockWrite:
     """A block that is being written to a tier. ``pump`` pins it before control returns to the event loop, so that its
     number and bytes stay valid."""
 
-    block: BlockIds
+    number: int
+    """The block's number in the pool."""
     copy: Block
+    """The block as the tier will have it."""
     offsets: list[int]
     """Pool offset of the block's slot in bytes, by rank."""
-    fills: bool = False
-    """Whether the bytes count as a tier's first filling, not as spent."""
+    first_filling: bool = False
+    """Whether the bytes were taken from ``WriteBudget.first_filling_bytes``, and do not count as spent."""
     trickles: bool = False
     """Whether it began while engines copied."""
-
-    @property
-    def number(self) -> int:
-        return int(self.block[0])
 
 
 def block_group_of(group: Group) -> BlockGroup:
@@ -161,93 +159,46 @@ def writes_of(cache: Cache, group: Group, blocks: BlockIds, keys: Sequence[bytes
     records = cache.table.records[slots]
     bad = ((records["checksum"] == 0) | (cache.blocks.shard[slots] & CORRUPT != 0)).any(axis=1)
     block_group = block_group_of(group)
-    columns = bad, records["first_block"], records["checksum"], cache.slots.offsets(slots)
+    columns = blocks, bad, records["first_block"], records["checksum"], cache.slots.offsets(slots)
     return [
-        BlockWrite(blocks[at : at + 1], Block(block_group, key, tuple(firsts), tuple(sums)), offsets)
-        for at, (key, is_bad, firsts, sums, offsets) in enumerate(
-            zip(keys, *(column.tolist() for column in columns), strict=True)
+        BlockWrite(number, Block(block_group, key, tuple(firsts), tuple(sums)), offsets)
+        for key, number, is_bad, firsts, sums, offsets in zip(
+            keys, *(column.tolist() for column in columns), strict=True
         )
         if not is_bad
     ]
 
 
-class Selection:
-    """Selects the part of the evicted blocks that is worth writing to a full tier: those most likely to be reused.
-
-    If fewer blocks are written, each stays longer, and more of them are reused in that time. For each of ``STAYS``, the
-    expected hits of the latest blocks are added up: of the most likely ones, as many as can stay that long.
-    """
-
-    def __init__(self) -> None:
-        self._chances = np.empty((0, len(STAYS)))
-        self._unseen = 0
-        """Number of these chances since the last choice."""
-        self._accessed = self._offered = 0.0
-        """Recently requested bytes, and bytes of blocks that came next to be evicted."""
-        self._stay = 0
-        self._least = 0.0
-
-    def record_traffic(self, accessed_bytes: int, tier_bytes: int) -> None:
-        """Record the bytes requested since the last call."""
-        self._accessed += accessed_bytes
-        if self._accessed > WATCHED * tier_bytes:
-            self._accessed, self._offered = self._accessed / 2, self._offered / 2
-
-    def record_present(self, nbytes: int) -> None:
-        """Record that another node had already written one of the blocks."""
-        self._offered = max(0.0, self._offered - nbytes)
-
-    def lifetimes(self, tier_bytes: int) -> list[int]:
-        """Return for each of ``STAYS`` the bytes that are requested while a block stays."""
-        each = tier_bytes * max(1.0, self._accessed / max(1.0, self._offered))
-        return [int(each * stay) for stay in STAYS]
-
-    def record(self, chances: npt.NDArray[np.float64], nbytes: int, believed: int) -> None:
-        """Record blocks of this size that are next to be evicted: their chances of reuse within each of ``lifetimes``,
-        of which the first ``believed`` are reliable."""
-        self._offered += nbytes * len(chances)
-        self._chances = np.concatenate([self._chances, chances])[-SAMPLE:]
-        self._unseen += len(chances)
-        if 16 * self._unseen >= len(self._chances):
-            self._choose(max(1, believed))
-
-    def _choose(self, believed: int) -> None:
-        self._unseen = 0
-        ordered = np.sort(self._chances[:, :believed], axis=0)[::-1]
-        parts = [max(1, int(len(ordered) / stay)) for stay in STAYS[:believed]]
-        hits = [float(ordered[:part, at].sum()) for at, part in enumerate(parts)]
-        self._stay = max(at for at, each in enumerate(hits) if each >= WORTH * max(hits))
-        chances = ordered[:, self._stay]
-        # If the first block that does not fit has the same chance as some that do, none of these is chosen, unless no
-        # block has a higher chance.
-        fitting = chances[chances > chances[min(parts[self._stay], len(chances) - 1)]]
-        self._least = float(fitting[-1] if len(fitting) else chances[0])
-
-    def stay_bytes(self, tier_bytes: int) -> int:
-        """Return the bytes that are requested while a written block stays."""
-        return self.lifetimes(tier_bytes)[self._stay]
-
-    def deciding(self, chances: npt.NDArray[np.float64]) -> tuple[npt.NDArray[np.float64], float]:
-        """Return the chances that decide, and the least one that is enough."""
-        return chances[:, self._stay], self._least
-
-
-class _Begun(Enum):
+class _Attempt(Enum):
     """Result of an attempt to begin a write."""
 
-    YES = auto()
-    REFUSED = auto()
-    """No tier takes this block."""
-    NOTHING_NOW = auto()
-    """Nor can another block be written now."""
+    BEGUN = auto()
+    NOT_TAKEN = auto()
+    """No tier takes this block, at any time: it waits no longer."""
+    NOT_NOW = auto()
+    """No block can be written now: it stays the next."""
+
+
+class _Rejection(NamedTuple):
+    """A block at the cold end that is not written, by the sequence number of its record, and why."""
+
+    sequence: int
+    reason: str
 
 
 class _Evicted(NamedTuple):
-    """Blocks that left the pool since the last tick."""
+    """Blocks that left the pool since the last tick, and why each is in no tier, if it is in none."""
 
     group: Group
     keys: Sequence[bytes]
     reasons: Sequence[str]
+
+
+class _Unwritten(NamedTuple):
+    """Blocks of a group that are to be in a tier, are in none, and are not being written."""
+
+    blocks: BlockIds
+    keys: Sequence[bytes]
 
 
 def accepts_writes(tier: Tier) -> bool:
@@ -290,9 +241,11 @@ class Writer:
         self.budget = WriteBudget(settings.per_day_bytes, clock)
         self._is_spent = False
         """Whether the budget did not allow the last write that was tried."""
-        self._most_under_way = inf
-        """Number of running writes above which none is tried, since a try is expensive: the tiers accepted no more. inf
-        if they did, -1 if they refuse writes."""
+        self._pauses_above: int | None = None
+        """Number of running writes above which none is tried, since a try is expensive: the tiers accepted no more.
+        None if they did."""
+        self._is_refused = False
+        """Whether all tiers are away or refuse writes, so that none is tried before the next tick."""
         self._under_way_limit = min(cache.slots.pool_bytes // 16, MAX_WRITING_BYTES)
         """Bytes of the pool that may be read, and are pinned, at once."""
         self._cold_bytes = cache.slots.pool_bytes // COLD_DIVISOR
@@ -300,8 +253,8 @@ class Writer:
         self._trickle_bytes = self._trickle_left = settings.trickle_bytes
         self.waiting: _Sequences = {}
         """Blocks to write, in this order."""
-        self._rejected: dict[int, tuple[int, str]] = {}
-        """Blocks at the cold end that are not written, with the sequence numbers of their records, and the reason."""
+        self._rejected: dict[int, _Rejection] = {}
+        """Blocks that the last tick found at the cold end and that are not written."""
         self._evicted: list[_Evicted] = []
         self.under_way: dict[int, BlockWrite] = {}
         """Running writes by block."""
@@ -309,8 +262,8 @@ class Writer:
         self.written_blocks = self.written_bytes = 0
         self.not_written: Counter[str] = Counter()
         """Blocks that left the pool and are in no tier, by reason."""
-        self._judges = False
-        """Whether the tiers were full at the last tick, so that blocks must be likely to be reused."""
+        self._is_full = False
+        """Whether blocks must be likely to be reused: the mode is AUTO, and all tiers were full at the last tick."""
         self._selection = Selection()
         self._accessed_before = cache.policy.accessed_bytes
         """Bytes requested up to the last tick."""
@@ -320,17 +273,16 @@ class Writer:
         return any(tier.available() for tier in self._tiers)
 
     @property
-    def works(self) -> bool:
+    def writes_soon(self) -> bool:
         """Whether blocks that wait are written soon: a tier is available, and does not refuse writes, and the day's
         bytes are not spent."""
         return not self._is_spent and any(map(accepts_writes, self._tiers))
 
-    @property
-    def waiting_blocks(self) -> int:
-        return len(self.waiting)
+    # --- what happens to blocks ------------------------------------------------------------------
 
     def stored(self, blocks: BlockIds) -> None:
-        if self._tiers and self.mode is not WriteMode.NEVER and not self._judges:
+        """Have blocks wait that became READY, by a store or by a promotion; of the latter see ``was_read``."""
+        if self._tiers and self.mode is not WriteMode.NEVER and not self._is_full:
             self._enqueue(blocks)
 
     def was_read(self, block: int) -> None:
@@ -339,13 +291,13 @@ class Writer:
 
     def used(self, group: Group, blocks: BlockIds) -> None:
         """Consider blocks that a lookup found, while a tier is available."""
-        if self.mode is not WriteMode.NEVER and not self._judges:
-            self._enqueue(self._unwritten(group, blocks[:MAX_LOOKED_AT])[0])
+        if self.mode is not WriteMode.NEVER and not self._is_full:
+            self._enqueue(self._unwritten(group, blocks[:MAX_LOOKED_AT]).blocks)
             self._enqueue(blocks[MAX_LOOKED_AT:])  # examined in their turn
 
     def evicted(self, group: Group, blocks: BlockIds, keys: Sequence[bytes]) -> None:
         """Record blocks about to leave the pool. An engine's store waits for it."""
-        if self.mode is WriteMode.NEVER or not self._writes(group):
+        if self.mode is WriteMode.NEVER or not self._is_written(group):
             if self.waiting:
                 for block in blocks.tolist():
                     self.waiting.pop(block, None)
@@ -353,8 +305,8 @@ class Writer:
         reasons, not_rejected = [], LATE if self.budget.allows(sum(group.lengths)) else BUDGET
         for block, sequence in zip(blocks.tolist(), self._sequences[blocks].tolist(), strict=True):
             self.waiting.pop(block, None)
-            rejected_sequence, reason = self._rejected.pop(block, (0, ""))
-            reasons.append(reason if rejected_sequence == sequence else not_rejected)
+            rejection = self._rejected.pop(block, None)
+            reasons.append(rejection.reason if rejection and rejection.sequence == sequence else not_rejected)
         self._evicted.append(_Evicted(group, keys, reasons))
 
     def stop(self) -> None:
@@ -362,25 +314,27 @@ class Writer:
         self.mode = WriteMode.NEVER
         self.waiting.clear()
 
+    # --- the cold end ----------------------------------------------------------------------------
+
     def tick(self) -> None:
         """Examine the cold end, and continue writing."""
         self._count_unwritten()
-        self._record_traffic()
+        self._note_if_full()
         before, self._rejected = self._rejected, {}
         if self.mode is not WriteMode.NEVER and self._cache.slots.free_bytes < self._cold_bytes:
             self._look_at_cold_end(before)
         self._trickle_left = self._trickle_bytes
-        self._most_under_way = inf  # the running writes may hang, while another tier accepts more
+        self._is_refused, self._pauses_above = False, None  # what runs may hang, while another tier accepts more
         self.pump()
 
     def _count_unwritten(self) -> None:
         """Count blocks that left the pool and are in no tier."""
         evicted, self._evicted = self._evicted, []
         for group, keys, reasons in evicted:
-            if self._writes(group):
+            if self._is_written(group):
                 self.not_written += Counter(compress(reasons, self._are_wanted(group, keys)))
 
-    def _look_at_cold_end(self, before: dict[int, tuple[int, str]]) -> None:
+    def _look_at_cold_end(self, before: dict[int, _Rejection]) -> None:
         """Examine blocks that are next to be evicted. ``before``: ``_rejected`` as of the last tick."""
         left, left_bytes = MAX_COLD_BLOCKS, self._cold_bytes
         for batch in self._cache.order.candidates():
@@ -395,57 +349,64 @@ class Writer:
                 return
 
     def _are_worth_writing(
-        self, group: Group, blocks: BlockIds, keys: Sequence[bytes], before: dict[int, tuple[int, str]]
+        self, group: Group, blocks: BlockIds, keys: Sequence[bytes], before: dict[int, _Rejection]
     ) -> npt.NDArray[np.bool_]:
         """Return which blocks are worth writing (all, while a tier has space); record why the others are not."""
-        if not self._judges or not keys:
+        if not self._is_full or not keys:
             return np.ones(len(keys), np.bool_)
-        policy, sequences = self._cache.policy, self._sequences[blocks].tolist()
+        policy, sequences = self._cache.policy, self._sequences[blocks]
         lifetimes, packed_keys = self._selection.lifetimes(self._lifetime_bytes), b"".join(keys)
-        every = np.stack([policy.chance(group, packed_keys, one) for one in lifetimes], axis=1)
-        known = [
-            before.get(block, (0, ""))[0] == sequence or self.waiting.get(block) == sequence
-            for block, sequence in zip(blocks.tolist(), sequences, strict=True)
+        by_lifetime = np.stack([policy.chance(group, packed_keys, one) for one in lifetimes], axis=1)
+        # A block stays at the cold end for many ticks, and counts in the selection once.
+        was_judged = [
+            self.waiting.get(block) == sequence or (block in before and before[block].sequence == sequence)
+            for block, sequence in zip(blocks.tolist(), sequences.tolist(), strict=True)
         ]
         believed = sum(WATCHED * one <= policy.accessed_bytes for one in lifetimes)
-        self._selection.record(every[~np.array(known)], sum(group.lengths), believed)
-        chances, least = self._selection.deciding(every)
+        self._selection.record(by_lifetime[~np.array(was_judged)], sum(group.lengths), believed)
+        chances, least = self._selection.deciding(by_lifetime)
+        # The emptier the budget, the likelier a block must be, so that the day's bytes go to the likeliest.
         rejected = chances < max(least, 1 - self.budget.left_share)
         reasons = [UNLIKELY if chance < least else BUDGET for chance in chances[rejected].tolist()]
-        unworthy = zip(blocks[rejected].tolist(), self._sequences[blocks[rejected]].tolist(), reasons, strict=True)
-        self._rejected |= {block: (sequence, reason) for block, sequence, reason in unworthy}
+        rejections = map(_Rejection, sequences[rejected].tolist(), reasons)
+        self._rejected |= dict(zip(blocks[rejected].tolist(), rejections, strict=True))
         return ~rejected
+
+    # --- beginning writes ------------------------------------------------------------------------
 
     def pump(self) -> None:
         """Begin writes that are possible now, up to a limit. Do nothing while over half of the limit is in progress."""
         if not self.waiting:
             return
-        if 2 * self.under_way_bytes > self._under_way_limit or len(self.under_way) > self._most_under_way:
+        if 2 * self.under_way_bytes > self._under_way_limit or self._is_refused:
             return
-        self._most_under_way = inf
+        if self._pauses_above is not None and len(self.under_way) > self._pauses_above:
+            return
+        self._pauses_above = None
         if not self.available:  # otherwise each reply would wait for the examination of blocks
             return
-        begun: list[BlockIds] = []
+        begun: list[int] = []
         try:
             self._begin_waiting(begun, self._engines_busy() or not self._idle())
-        finally:
+        finally:  # what began is read by the tiers, even if a later one fails
             if begun:
-                self._cache.blocks.pin(np.concatenate(begun))
+                self._cache.blocks.pin(np.array(begun, np.uint32))
 
-    def _begin_waiting(self, begun: list[BlockIds], busy: bool) -> None:
+    def _begin_waiting(self, begun: list[int], busy: bool) -> None:
+        """Begin writes of waiting blocks, and add the blocks to ``begun``. ``busy``: only a trickle."""
         targets = self._targets()
         for _ in range(0, MAX_LOOKED_AT, MAX_BEGUN):
             if not self.waiting or (busy and self._trickle_left <= 0):
                 return
-            for write in self._choose():
+            for write in self._next_writes():
                 full = self.under_way_bytes >= self._under_way_limit or (busy and self._trickle_left <= 0)
                 if full or len(begun) == MAX_BEGUN:
                     return
-                if (is_begun := self._begin(write, targets, busy)) is _Begun.NOTHING_NOW:
+                if (attempt := self._begin(write, targets, busy)) is _Attempt.NOT_NOW:
                     return
                 del self.waiting[write.number]
-                if is_begun is _Begun.YES:
-                    begun.append(write.block)
+                if attempt is _Attempt.BEGUN:
+                    begun.append(write.number)
 
     def _targets(self) -> list[Tier]:
         """Return the tiers in the order of preference: with free space, with a short queue, and the least used."""
@@ -457,55 +418,56 @@ class Writer:
         )
         return [tier for tier, _ in figures]
 
-    def _choose(self) -> list[BlockWrite]:
-        """Return the writes among the next few waiting blocks. The rest of this batch leaves the queue."""
+    def _next_writes(self) -> list[BlockWrite]:
+        """Return the writes of the next few waiting blocks. Those of them that cannot or need not be written leave the
+        queue."""
         batch = dict(islice(self.waiting.items(), MAX_BEGUN))
-        chosen: dict[int, BlockWrite] = {}
-        for group, members in self._cache.blocks.by_group(self._still_ready(batch)):
-            blocks, keys = self._unwritten(group, members)
-            if blocks.size:
-                chosen |= {write.number: write for write in writes_of(self._cache, group, blocks, keys)}
+        blocks = np.fromiter(batch, np.uint32, len(batch))
+        is_same = self._sequences[blocks] == np.fromiter(batch.values(), np.uint64, len(batch))
+        ready = blocks[is_same & (self._cache.blocks.state[blocks] == READY)]
+        writes: dict[int, BlockWrite] = {}
+        for group, members in self._cache.blocks.by_group(ready):
+            unwritten = self._unwritten(group, members)
+            if unwritten.keys:
+                writes |= {write.number: write for write in writes_of(self._cache, group, *unwritten)}
         for block in batch:
-            if block not in chosen:
+            if block not in writes:
                 del self.waiting[block]
-        return [chosen[block] for block in batch if block in chosen]
+        return [writes[block] for block in batch if block in writes]
 
-    def _begin(self, write: BlockWrite, targets: Sequence[Tier], busy: bool) -> _Begun:
+    def _begin(self, write: BlockWrite, targets: Sequence[Tier], busy: bool) -> _Attempt:
+        """Begin a write to the first of the targets that accepts it, if the budget allows."""
         nbytes = write.copy.group.nbytes
-        write.fills, write.trickles = self.budget.first_filling_bytes > 0, busy
+        write.first_filling, write.trickles = self.budget.first_filling_bytes > 0, busy
         self._is_spent = not self.budget.take(nbytes)
         if self._is_spent:
             self.waiting.clear()  # they wait again when they are used again, or next to be evicted
-            return _Begun.NOTHING_NOW
-        if not any(tier.write(write.copy, write.offsets, partial(self._on_end, write)) for tier in targets):
-            self.budget.refund(nbytes, fills=write.fills)
-            if self.under_way:  # there were too many at once
-                self._most_under_way = len(self.under_way) / 2
-                return _Begun.NOTHING_NOW
-            if not self.works:
-                self._most_under_way = -1  # none is tried before the next tick
-                return _Begun.NOTHING_NOW
-            # A disk may have no slot now, as while it frees a region of blocks of another size.
-            group, key = write.copy.group, write.copy.key
-            is_taken_later = any(accepts_writes(tier) and tier.takes(group, key) for tier in targets)
-            return _Begun.NOTHING_NOW if is_taken_later else _Begun.REFUSED
-        self.under_way[write.number] = write
-        self.under_way_bytes += nbytes
-        self._trickle_left -= nbytes if busy else 0
-        return _Begun.YES
+            return _Attempt.NOT_NOW
+        if any(tier.write(write.copy, write.offsets, partial(self._on_end, write)) for tier in targets):
+            self.under_way[write.number] = write
+            self.under_way_bytes += nbytes
+            self._trickle_left -= nbytes if busy else 0
+            return _Attempt.BEGUN
+        self.budget.refund(nbytes, first_filling=write.first_filling)
+        if self.under_way:  # there were too many at once
+            self._pauses_above = len(self.under_way) // 2
+            return _Attempt.NOT_NOW
+        if not self.writes_soon:
+            self._is_refused = True
+            return _Attempt.NOT_NOW
+        # A disk may have no slot now, as while it frees a region of blocks of another size.
+        group, key = write.copy.group, write.copy.key
+        is_taken_later = any(accepts_writes(tier) and tier.takes(group, key) for tier in targets)
+        return _Attempt.NOT_NOW if is_taken_later else _Attempt.NOT_TAKEN
 
     def _enqueue(self, blocks: BlockIds) -> None:
+        """Have blocks wait, as far as MAX_WAITING allows. Those that wait already keep their places."""
         blocks = blocks[: MAX_WAITING - len(self.waiting)]
         self.waiting.update(zip(blocks.tolist(), self._sequences[blocks].tolist(), strict=True))
 
-    def _still_ready(self, batch: _Sequences) -> BlockIds:
-        """Return the blocks of a batch that are READY, and were not replaced by others of the same numbers."""
-        blocks = np.fromiter(batch, np.uint32, len(batch))
-        same = self._sequences[blocks] == np.fromiter(batch.values(), np.uint64, len(batch))
-        ready: BlockIds = blocks[same & (self._cache.blocks.state[blocks] == READY)]
-        return ready
+    # --- which blocks, and the ends of writes ----------------------------------------------------
 
-    def _writes(self, group: Group) -> bool:
+    def _is_written(self, group: Group) -> bool:
         """Return whether blocks of a group are written at all. A bench's are not."""
         namespace = group.namespace
         return bool(self._tiers) and not (
@@ -519,29 +481,29 @@ class Writer:
             wanted &= tier.wants(block_group, keys)
         return wanted
 
-    def _unwritten(self, group: Group, blocks: BlockIds) -> tuple[BlockIds, list[bytes]]:
-        """Return the blocks that are written, in no tier and not being written, and their keys."""
-        if not blocks.size or not self._writes(group):
-            return blocks[:0], []
+    def _unwritten(self, group: Group, blocks: BlockIds) -> _Unwritten:
+        """Return those of some blocks that are still to be written, and their keys."""
+        if not blocks.size or not self._is_written(group):
+            return _Unwritten(blocks[:0], [])
         keys = self._cache.blocks.split_keys(blocks, group.key_bytes)
         wanted = self._are_wanted(group, keys) & [block not in self.under_way for block in blocks.tolist()]
-        return blocks[wanted], [keys[at] for at in np.flatnonzero(wanted).tolist()]
+        return _Unwritten(blocks[wanted], [keys[at] for at in np.flatnonzero(wanted).tolist()])
 
     @property
     def _lifetime_bytes(self) -> int:
-        """Bytes of writes that a block survives; 0 while there is free space."""
+        """Bytes of writes that a block on a tier survives; 0 while one has free space."""
         each = [tier.lifetime_bytes for tier in self._tiers]
         return sum(each) if all(each) else 0
 
-    def _record_traffic(self) -> None:
-        """Determine whether the tiers are full, and how much is requested."""
-        tier_bytes = self._lifetime_bytes
-        full = tier_bytes > 0 and self.mode is WriteMode.AUTO
-        if full and not self._judges:
+    def _note_if_full(self) -> None:
+        """Record whether the tiers are full; if so, how much was requested since the last tick, and have the policy
+        remember for as long as a written block stays."""
+        tier_bytes, was_full = self._lifetime_bytes, self._is_full
+        self._is_full = tier_bytes > 0 and self.mode is WriteMode.AUTO
+        if self._is_full and not was_full:
             self.waiting.clear()  # they wait again when they are next to be evicted
-        self._judges = full
         before, self._accessed_before = self._accessed_before, self._cache.policy.accessed_bytes
-        if full:
+        if self._is_full:
             self._selection.record_traffic(self._accessed_before - before, tier_bytes)
             self._cache.policy.remember(self._selection.stay_bytes(tier_bytes))
 
@@ -551,11 +513,11 @@ class Writer:
             self.written_blocks += 1
             self.written_bytes += nbytes
         elif result is Result.EXISTED:
-            self.budget.refund(nbytes, fills=write.fills)
+            self.budget.refund(nbytes, first_filling=write.first_filling)
             self._trickle_left += nbytes if write.trickles else 0
-            if self._judges:
+            if self._is_full:
                 self._selection.record_present(nbytes)
         del self.under_way[write.number]
         self.under_way_bytes -= nbytes
-        self._cache.life.unpin(write.block)
+        self._cache.life.unpin(np.array([write.number], np.uint32))
         self.pump()

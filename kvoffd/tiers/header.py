@@ -38,6 +38,7 @@ class BlockGroup(NamedTuple):
         group_index: place of the group in its namespace.
         lengths: bytes of a block's shard, by rank.
         tag: 64 bits of a hash of the first three.
+        nbytes: bytes of a block's shards of all ranks.
     """
 
     fingerprint: bytes
@@ -45,11 +46,7 @@ class BlockGroup(NamedTuple):
     group_index: int
     lengths: tuple[int, ...]
     tag: int
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of a block's shards of all ranks."""
-        return sum(self.lengths)
+    nbytes: int
 
 
 def make_block_group(fingerprint: bytes, generation: int, group_index: int, lengths: Sequence[int]) -> BlockGroup:
@@ -65,7 +62,7 @@ def stored_group(group: BlockGroup, generation: int) -> BlockGroup:
 def _made(fingerprint: bytes, generation: int, group_index: int, lengths: tuple[int, ...]) -> BlockGroup:
     identity = fingerprint + generation.to_bytes(8, "little") + group_index.to_bytes(2, "little")
     tag = int.from_bytes(blake2b(identity, digest_size=8).digest(), "little")
-    return BlockGroup(fingerprint, generation, group_index, lengths, tag)
+    return BlockGroup(fingerprint, generation, group_index, lengths, tag, sum(lengths))
 
 
 class Block(NamedTuple):

@@ -107,6 +107,7 @@ class Tier(ABC):
     A failure is a miss, and is reported to the listener. Device errors are never raised here.
 
     Attributes:
+        is_peer: whether it is another node's pool, or a place for one.
         only_named: whether it is asked only for requests that name it, as a peer of a network.
         may_be_away: whether it is no error that it is away, as one of many nodes behind a name.
         found_at: time of its last answer that it has a key; -inf for none.
@@ -117,6 +118,7 @@ class Tier(ABC):
 
     def __init__(self, name: str, listener: TierListener) -> None:
         self.name, self._listener, self.counters = name, listener, TierStats()
+        self.is_peer = name.startswith(PEER)
         """``name``: for operators, such as ``disk:/mnt/nvme0``."""
 
     def _error(self, kind: str, sentence: str) -> None:

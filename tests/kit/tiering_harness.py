@@ -10,7 +10,7 @@ from kvoffd.cache.block_table import READY, SHARD_STATE, WRITING, WRITTEN
 from kvoffd.cache.namespace import Namespace
 from kvoffd.cache.tickets import StoreTicket
 from kvoffd.tiering import TieringSettings
-from kvoffd.tiering.promotions import Promotions
+from kvoffd.tiering.promotion_source import PromotionSource
 from kvoffd.tiering.tiering import Tiering
 from kvoffd.tiering.writer import Writer, block_group_of, writes_of
 from kvoffd.tiers.header import BlockGroup
@@ -56,7 +56,7 @@ class TieringHarness(CacheRig):
         self.tier = self.add_disk(tier_blocks, most_jobs)
 
     @property
-    def source(self) -> Promotions:
+    def source(self) -> PromotionSource:
         """Of the first disk."""
         return self.tiering.disks[0]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import kvoffd.observe
 from kvoffd.observe.metrics import all_metrics, render_metrics
-from kvoffd.tiering.promotions import NO_SPACE, OVERDUE, QUOTA, SLOWER
+from kvoffd.tiering.fills import NotRead
 from kvoffd.tiers.tier import Result
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.stats import DaemonStats, DiskFault, DiskStats, NamespaceStats, TieringStats
@@ -49,7 +49,7 @@ def test_counters_of_errors_begin_at_zero() -> None:
     codes = {code.name.lower() for code in ErrorCode}
     assert samples["kvoffd_errors_total"] == dict.fromkeys(codes, 0) | {"malformed": 2}
     assert samples["kvoffd_disk_errors_total"] == dict.fromkeys(map(str, DiskFault), 0) | {"torn": 3}
-    failures = {NO_SPACE, QUOTA, OVERDUE, SLOWER, *map(str, Result)} - {"done", "existed", "cancelled", "unwanted"}
+    failures = {*map(str, NotRead), *map(str, Result)} - {"done", "existed", "cancelled", "unwanted"}
     assert samples["kvoffd_tiers_promotions_failed_total"] == dict.fromkeys(failures, 0)
 
 

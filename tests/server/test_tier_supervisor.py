@@ -238,9 +238,9 @@ def test_a_place_knows_nothing_of_the_peer_that_had_it_before() -> None:
     places.add(0, cast(Any, tier), rig.tiering.sources[-1])
     (place,) = places._places
     place.source.reads.speed.measured, place.source.failures["overdue"] = 1.0, 3
-    place.source.promoted_blocks, rig.tiering._promoted_blocks._source_of[3] = 7, len(rig.tiering.sources)
+    place.source.promoted_blocks, rig.tiering._origins._source_of[3] = 7, len(rig.tiering.sources)
     assert places.give("fast:7400") == "peer://fast:7400"
     assert rig.tiering.sources[-1] is place.source
-    assert (place.source.name, place.source.reads.speed.measured) == ("peer://fast:7400", 0.0)
+    assert (place.source.tier.name, place.source.reads.speed.measured) == ("peer://fast:7400", 0.0)
     assert (place.source.failures, place.source.promoted_blocks) == ({}, 0)
-    assert not rig.tiering._promoted_blocks._source_of.any(), "its blocks do not count as unused ones of the new peer"
+    assert not rig.tiering._origins._source_of.any(), "its blocks do not count as unused ones of the new peer"

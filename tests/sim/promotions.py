@@ -11,7 +11,7 @@ from kvoffd.cache.prefetches import NO_SESSION
 from kvoffd.cache.tickets import Lease
 from kvoffd.server.service import Service
 from kvoffd.tiering.fills import Fill
-from kvoffd.tiering.promotions import Promotions
+from kvoffd.tiering.promotion_source import PromotionSource
 from kvoffd.tiering.read_speed import SILENCE_S
 from kvoffd.tiering.writer import block_group_of
 from kvoffd.tiers.header import Block
@@ -41,10 +41,10 @@ class PromotionWatch:
         """By block that came up, the leases that have to keep it."""
         self._reads: dict[Fill, int] = {}
         """What is being read, numbered as it was begun."""
-        self._ends = defaultdict[Promotions, dict[int, float]](dict)
+        self._ends = defaultdict[PromotionSource, dict[int, float]](dict)
         """When reads ended that were not given up, by their numbers."""
-        self._came_at = defaultdict[Promotions, float](float)
-        self._largest_bytes = defaultdict[Promotions, int](int)
+        self._came_at = defaultdict[PromotionSource, float](float)
+        self._largest_bytes = defaultdict[PromotionSource, int](int)
         self._given_up: set[Fill] = set()
         self._begun = 0
 
@@ -55,10 +55,10 @@ class PromotionWatch:
 
     def answered(self, request: m.Lookup, reply: m.LookupReply, tiers: SimTiers) -> None:
         """A lookup was answered. See whether the time that it was told can be true where a tier is silent."""
-        lease, coming = self._cache.leases.by_id.get(request.lease_id), tiers.tiering._coming
+        lease, coming = self._cache.leases.by_id.get(request.lease_id), tiers.tiering._unsettled
         if lease is None:
             return
-        block_bytes: dict[Promotions, int] = {}
+        block_bytes: dict[PromotionSource, int] = {}
         for part, states in zip(request.groups, reply.states, strict=True):
             block_group = block_group_of(lease.namespace.group(part.group))
             for key, state in zip(lease.namespace.split(part.group, part.keys), states, strict=True):
@@ -128,7 +128,7 @@ class PromotionWatch:
 
     # --- after each tick -------------------------------------------------------------------------
 
-    def check_given_up(self, source: Promotions) -> None:
+    def check_given_up(self, source: PromotionSource) -> None:
         """What is overdue is given up, and nothing else."""
         now, patience_s = self._clock(), source._patience_s
         for fill in source.reads.given_up.keys() - self._given_up:
@@ -148,6 +148,6 @@ class PromotionWatch:
 
 
 def _fill_of(on_end: ReadEnd) -> Fill:
-    """The block that is read, of which ``Promotions`` has to be told."""
+    """The block that is read, of which ``PromotionSource`` has to be told."""
     fill: Fill = on_end.args[0]  # type: ignore[attr-defined]
     return fill

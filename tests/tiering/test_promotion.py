@@ -10,9 +10,9 @@ from kvoffd.cache.asked_keys import PromptUse
 from kvoffd.cache.block_table import BlockIds
 from kvoffd.cache.namespace import MissReason, Namespace
 from kvoffd.cache.tickets import Lease
-from kvoffd.tiering import TieringSettings, WriteMode, promotions
-from kvoffd.tiering.fills import Fill, FillQueue
-from kvoffd.tiering.promotions import (
+from kvoffd.tiering import TieringSettings, WriteMode, promotion_source
+from kvoffd.tiering.fills import Fill, FillQueue, JointQueues
+from kvoffd.tiering.promotion_source import (
     BEGUN_PER_END,
     ENDED_AT_ONCE,
     MAX_BEGUN,
@@ -110,7 +110,7 @@ def test_a_session_that_wants_very_much_leaves_a_part_of_the_queue_to_others(rig
     namespace, source, queued = rig.open(), rig.source, list[Fill | None]()
     lease, other = (Lease(number, number, namespace, 1000.0, np.empty(0, np.uint32)) for number in (1, 2))
     for one, count in ((lease, MAX_QUEUED), (other, MAX_QUEUED // 8)):
-        queue = FillQueue(one, one, namespace.group(0), rig.group(namespace), source)
+        queue = FillQueue(one.session, JointQueues(one), namespace.group(0), rig.group(namespace), source)
         queued += [source.enqueue(queue, number.to_bytes(8, "big")) for number in range(count)]
     assert queued[:MAX_QUEUED].count(None) == pytest.approx(MAX_QUEUED / 4, abs=2)
     assert None not in queued[MAX_QUEUED:]
@@ -134,7 +134,7 @@ def test_what_comes_up_is_held_for_those_that_wait_until_they_look_again(policy:
     rig.put(space, keys_of(*range(100, 116)))
     for lease, prompt in enumerate(prompts):
         assert look_up(rig, space, lease, keys_of(*prompt)) == bytes([PENDING] * 4)
-    while rig.source.waiting_blocks:
+    while rig.source.unended_blocks:
         rig.tiering.pump()
         rig.tier.end(next(iter(rig.tier.jobs)))
     assert rig.source.promoted_blocks == 12
@@ -173,7 +173,7 @@ def test_what_nobody_waits_for_any_more_is_not_read(rig: TieringHarness) -> None
     rig.cache.leases.end(1, [1])
     assert rig.source.queued_blocks == 1, "of what this one asked for another lookup wants the first three"
     rig.cache.leases.end(1, [2])
-    assert rig.source.waiting_blocks == 2, "what was begun ends by itself"
+    assert rig.source.unended_blocks == 2, "what was begun ends by itself"
     assert rig.states(space, keys_of(7)) == [PENDING]
     rig.finish_promotions()
     assert rig.source.promoted_blocks == 3
@@ -380,12 +380,12 @@ def test_reads_that_hang_do_not_keep_others_from_coming_up() -> None:
     assert source.reads.under_way_bytes == 0
     assert len(source.reads.given_up) == 8
     for _ in range(2):  # nor does anybody wait for what they leave no space for
-        assert source.waiting_blocks == 4
+        assert source.unended_blocks == 4
         rig.tiering.tick()
         rig.tiering.pump()
         rig.clock.now += QUIET.deadline_s
     rig.tiering.pump()
-    assert source.waiting_blocks == 0
+    assert source.unended_blocks == 0
 
 
 def test_a_lookup_is_told_how_long_what_it_waits_for_takes() -> None:
@@ -439,7 +439,7 @@ def test_who_shares_the_beginning_of_a_prompt_waits_for_its_own_blocks_only() ->
     rig.tiering.pump()
     begun = len(rig.tier.jobs)
     rig.cache.leases.end(1, [1])
-    assert source.waiting_blocks == begun, "the rest is read for nobody"
+    assert source.unended_blocks == begun, "the rest is read for nobody"
     rig.tier.end_all()
     assert (len(rig.cache.leases.by_id[2].blocks), rig.cache.leases.by_id[2].coming) == (4, 0)
     rig.cache.end_session(2)
@@ -454,7 +454,7 @@ def test_several_requests_of_one_lookup_ask_for_no_more_than_leases_may_pin() ->
     for part in (range(20), range(20, 60)):
         look_up(rig, space, 1, keys_of(*part))
     assert rig.cache.leases.by_id[1].coming == leasable == rig.source.queued_blocks
-    while rig.source.waiting_blocks:
+    while rig.source.unended_blocks:
         rig.bring_up()
     assert len(rig.cache.leases.by_id[1].blocks) == leasable
     rig.cache.end_session(1)
@@ -482,7 +482,7 @@ def test_a_tier_that_raises_leaves_no_lease_behind(rig: TieringHarness, monkeypa
     with pytest.raises(RuntimeError):
         look_up(rig, space, 1, keys_of(1))
     assert not rig.cache.leases.by_id
-    assert not rig.source.waiting_blocks
+    assert not rig.source.unended_blocks
     rig.check()
 
 
@@ -647,7 +647,7 @@ def test_a_disk_that_hangs_costs_its_own_blocks_only() -> None:
 
 
 def test_reads_that_hang_are_given_up_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(promotions, "ENDED_AT_ONCE", 3)
+    monkeypatch.setattr(promotion_source, "ENDED_AT_ONCE", 3)
     rig = TieringHarness(settings=QUIET, regions=16)
     space = rig.open()
     rig.put_in_tier(space, keys_of(*range(8)))

@@ -10,7 +10,7 @@ import pytest
 from kvoffd.cache.asked_keys import PromptUse
 from kvoffd.cache.namespace import MissReason, Namespace
 from kvoffd.tiering import TieringSettings, WriteMode
-from kvoffd.tiering.promotions import READ_AGAIN_S, Promotions
+from kvoffd.tiering.promotion_source import READ_AGAIN_S, PromotionSource
 from kvoffd.tiering.tier_lookups import ANSWER_S, PEERS_AT_ONCE, last_window
 from kvoffd.tiers.header import Block, BlockGroup
 from kvoffd.tiers.tier import Found, Result, TierStats
@@ -423,7 +423,7 @@ class Asker:
     def __init__(self, rig: TieringHarness, shared: FakeTier) -> None:
         self.rig, self.shared, self.group = rig, shared, rig.open()
         give(rig, shared, self.group, *range(1, 9))
-        self.source: Promotions = rig.tiering.sources[1]
+        self.source: PromotionSource = rig.tiering.sources[1]
         self.group.counters.prefill_tokens_per_second = 10.0 * self.group.specs[0].tokens_per_block
 
     def __call__(self, *numbers: int) -> list[int]:
@@ -541,7 +541,7 @@ def test_used_blocks_are_offered_again_within_the_budget(rig: TieringHarness) ->
         tier.blocks.clear()  # the store forgets
         taken = budget.take(3 * UNIT)
         assert taken
-        budget.refund(3 * UNIT, fills=False)
+        budget.refund(3 * UNIT, first_filling=False)
         rig.use(space, keys_of(1), lease)
     rig.tiering.tick()
     assert len(tier.jobs) == 1

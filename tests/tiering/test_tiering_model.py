@@ -157,7 +157,7 @@ class TieringMachine(RuleBasedStateMachine):
 
     @property
     def coming(self) -> list[Fill]:
-        return [fill for keys in self.rig.tiering._coming.values() for fill in keys.values()]
+        return [fill for keys in self.rig.tiering._unsettled.values() for fill in keys.values()]
 
     @rule(
         space=st.integers(0, 1),
@@ -215,7 +215,7 @@ class TieringMachine(RuleBasedStateMachine):
             self.put_down(space, chain, None, "ask")
         namespace = self.spaces[space]
         self.rig.cache.invalidate(namespace, [(0, keys_of(*chain))])
-        assert not self.rig.tiering._coming.get(self.rig.group(namespace).tag, {}).keys() & set(map(keys_of, chain))
+        assert not self.rig.tiering._unsettled.get(self.rig.group(namespace).tag, {}).keys() & set(map(keys_of, chain))
         self.stored -= {(namespace.fingerprint, keys_of(key)) for key in chain}
 
     @rule(space=st.integers(0, 1), forgotten=st.booleans(), before=st.sampled_from(["", "to be written", "coming"]))
@@ -304,15 +304,15 @@ class TieringMachine(RuleBasedStateMachine):
         for store in self.stores_of_nodes:
             store.answer()
         goes = 0
-        while self.jobs or any(source.waiting_blocks for source in rig.tiering.sources):
+        while self.jobs or any(source.unended_blocks for source in rig.tiering.sources):
             assert (goes := goes + 1) < 100, "something waits for ever"
             rig.tiering.pump()
             for tier in self.tiers:
                 tier.end_all()
             rig.clock.now += 10.0
             rig.tiering.tick()
-        assert not rig.tiering._coming
-        assert all(source.waiting_blocks == source.reads.under_way_bytes == 0 for source in rig.tiering.sources)
+        assert not rig.tiering._unsettled
+        assert all(source.unended_blocks == source.reads.under_way_bytes == 0 for source in rig.tiering.sources)
         assert not any(
             source._queued_by or source.reads.given_up or source.reads.given_up_bytes for source in rig.tiering.sources
         )

@@ -8,7 +8,8 @@ import pytest
 from kvoffd.cache.namespace import Group, Namespace
 from kvoffd.cache.tickets import StorePart
 from kvoffd.tiering import TieringSettings, WriteMode, writer
-from kvoffd.tiering.writer import BUDGET, DAY_S, LATE, MAX_LOOKED_AT, STAYS, UNLIKELY, Selection, WriteBudget
+from kvoffd.tiering.selection import STAYS, Selection
+from kvoffd.tiering.writer import BUDGET, DAY_S, LATE, MAX_LOOKED_AT, UNLIKELY, WriteBudget
 from kvoffd.tiers.tier import Result
 from kvoffd_proto.messages import BENCH_LABEL, READY
 from tests.kit.clock import Clock
@@ -28,7 +29,7 @@ def test_what_waits_to_be_written_is_bounded(monkeypatch: pytest.MonkeyPatch) ->
     rig.put(space, keys_of(*range(15)))
     rig.use(space, keys_of(*range(15)))
     rig.tiering.tick()
-    assert rig.writer.waiting_blocks == 3
+    assert len(rig.writer.waiting) == 3
     rig.tier.hangs = False
     for _ in range(8):
         go_on(rig)
@@ -306,7 +307,7 @@ def test_what_leaves_the_pool_does_not_wait_for_a_tier() -> None:
     for start in range(0, 6400, 16):
         rig.put(space, keys_of(*range(start, start + 16)))
         rig.tiering.tick()  # what it began is never done
-        longest = max(longest, rig.writer.waiting_blocks)
+        longest = max(longest, len(rig.writer.waiting))
     assert longest <= space.ready_blocks
     assert len(rig.tier.jobs) == 2
     assert rig.writer.not_written == {LATE: 6400 - space.ready_blocks}, "all that was evicted"
@@ -381,7 +382,7 @@ def test_of_very_many_that_wait_only_some_are_looked_at_at_once() -> None:
     for left in (2 * MAX_LOOKED_AT + 1, MAX_LOOKED_AT + 1, 1, 0):
         assert not rig.tier.jobs
         rig.tiering.pump()
-        assert rig.writer.waiting_blocks == left
+        assert len(rig.writer.waiting) == left
     rig.tier.end_all()
     assert rig.in_tier(space, keys_of(9999)) == 1
 
@@ -409,7 +410,7 @@ def test_what_a_tier_refuses_waits_and_is_written_once_it_takes_writes() -> None
     for _ in range(30):
         rig.tiering.pump()
     go_on(rig)
-    assert rig.writer.waiting_blocks == 15
+    assert len(rig.writer.waiting) == 15
     rig.tier.refuses = False
     go_on(rig)
     assert rig.in_tier(space, keys_of(*range(15))) == 15
@@ -472,7 +473,7 @@ def test_what_waits_is_kept_while_a_tier_has_no_slot() -> None:
     for _ in range(3):
         rig.tiering.pump()
         go_on(rig)
-    assert rig.writer.waiting_blocks == 15
+    assert len(rig.writer.waiting) == 15
     rig.tier.most_jobs = 100
     go_on(rig)
     assert rig.in_tier(space, keys_of(*range(15))) == 15
@@ -515,6 +516,6 @@ def test_what_was_not_written_goes_back_to_where_it_came_from() -> None:
     assert budget.take(1_000)
     budget.first_filling_bytes = 10
     assert budget.take(60)
-    budget.refund(60, fills=True)
+    budget.refund(60, first_filling=True)
     assert budget.first_filling_bytes == 60
     assert budget.left_bytes == 60, "the day's bytes stay spent"

@@ -694,7 +694,7 @@ def live(random: Random) -> None:
                     files.fault = no_fault
                 rig.cut_power(random) if random.random() < 0.5 else rig.kill()
             case 12:
-                fingerprint, _, group, lengths, _ = groups[at]
+                fingerprint, _, group, lengths = groups[at][:4]
                 rig.begin_write(block)
                 groups[at] = make_block_group(fingerprint, rig.reset(fingerprint), group, lengths)
                 rig.listener.blocks = {(group.tag, key) for group, key in names_of(rig.tier)}
