@@ -467,6 +467,6 @@ def _bytes_of(layer: object) -> Bytes:
             return flat
     elif hasattr(layer, "__array__") and not isinstance(layer, np.generic):
         array = np.ascontiguousarray(layer)
-        if array.dtype.kind in NUMBERS:
+        if array.dtype.kind in NUMBERS and not array.dtype.hasobject:
             return array.reshape(-1).view(np.uint8)
     raise ValueError(f"A layer is a tensor or an array of numbers, not {type(layer).__name__}.")

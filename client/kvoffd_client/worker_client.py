@@ -111,7 +111,9 @@ class Job:
                     "Block ids are bytes, 4 for each; GroupTransfer.of(keys, block_ids) makes them from a list."
                 )
             blocks, first = len(one.block_ids) // m.BLOCK_ID_BYTES, one.first_block
-            if (count or blocks) and not m.blocks_fit(count, blocks, first, blocks_per_key, store=is_store):
+            if not isinstance(first, int):
+                raise ValueError(f"first_block is an int, not {type(first).__name__}.")
+            if (count or blocks or first) and not m.blocks_fit(count, blocks, first, blocks_per_key, store=is_store):
                 raise ValueError(
                     f"{blocks} block ids from block {first} on do not fit {count} keys of {blocks_per_key} blocks each."
                 )

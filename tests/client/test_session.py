@@ -762,6 +762,7 @@ def test_jobs_of_many_groups_go_out_in_frames_that_the_daemon_takes(worker: Work
         (Job(1, [GroupTransfer(0, b"k" * 64, [0, 1])]), "4 for each"),  # type: ignore[arg-type]
         (Job(1, [GroupTransfer(0, b"k" * 64, bytes(4))]), "1 block ids from block 0 on do not fit 2 keys"),
         (Job(1, [GroupTransfer(0, b"k" * 64, bytes(12), -1)]), "from block -1 on do not fit"),
+        (Job(1, [GroupTransfer(0, b"k" * 64, bytes(8), 0.0)]), "first_block is an int, not float"),  # type: ignore[arg-type]
         (Job(1, [GroupTransfer(0, b"k" * 64, bytes(8), 0, bytes(32))]), "2 keys have 64 bytes of parents, or none"),
         (Job(1, [GroupTransfer(0, b"k" * 64, bytes(8), 0, bytes(64), bytes(60))]), "2 keys have 64 bytes of tokens"),
         (Job(1, [GroupTransfer(0, b"k" * 64, bytes(8), before=b"k")]), "32 bytes of the key before them"),
@@ -777,6 +778,15 @@ def test_a_job_that_is_none_is_refused_before_any_is_sent(
         with pytest.raises(ValueError, match="sole is a number from 0"):
             worker.submit([Job(7, TRANSFER)], sole=sole)  # type: ignore[arg-type]
     assert (worker.unfinished, worker._sent, worker._results, link.count(m.Submit)) == (0, {}, [], 0)
+
+
+@pytest.mark.parametrize("first", [-1, 2**32])
+def test_a_group_without_keys_has_no_first_block(worker: WorkerClient, link: PaperLink, first: int) -> None:
+    """It is no number of a message, so the job would be known and never sent."""
+    worker._namespace = NamespaceSpec.named("two", groups=[m.GroupSpec("full_attention", 0)] * 2)
+    with pytest.raises(ValueError, match=f"0 block ids from block {first} on do not fit 0 keys"):
+        submit(worker, link, 0.0, Job(1, [*TRANSFER, GroupTransfer(1, b"", b"", first)]))
+    assert (worker.unfinished, worker._sent, link.count(m.Submit)) == (0, {}, 0)
 
 
 def covered(part: GroupTransfer) -> list[tuple[bytes, int, bytes]]:

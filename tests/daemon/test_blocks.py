@@ -196,6 +196,11 @@ WRONG: dict[str, tuple[Callable[[BlockClient, list[list[Any]]], object], type[Ex
     "array of text": (
         lambda blocks, kv: blocks.put(NEW, [[np.full(1024, "x")] * 4] * 2), ValueError, "of numbers, not ndarray"
     ),
+    "array with objects": (
+        lambda blocks, kv: blocks.put(NEW, [[np.zeros(512, [("x", object)])] * 4] * 2),
+        ValueError,
+        "of numbers, not ndarray",
+    ),
     "number for a shape": (
         lambda blocks, kv: blocks.get(KEYS[0], shape=8),  # type: ignore[arg-type]
         ValueError,
