@@ -2,8 +2,8 @@
 
 The numbers are hits that libCacheSim 0.3.5 (PyPI) had, by ``tests.bench.policies``; where it is installed, it is asked
 again. ``lru`` is equal to the hit, with the blocks before each step of a prompt used again after it. Its ARC is the
-paper's to the hit, which counts such a use, so that its prompts lie in the order of their steps. kvoffd's finds more for
-that, and differs a little besides: it makes space for all blocks of a store at once, and learns from their ghosts
+paper's to the hit, which counts such a use, so that its prompts lie in the order of their steps. kvoffd's finds more
+for that, and differs a little besides: it makes space for all blocks of a store at once, and learns from their ghosts
 afterwards; and no block of a prompt goes for its later ones.
 """
 
