@@ -30,12 +30,12 @@ MADE = [
 MOST_POINTS_MORE = 1.7
 """Percentage points that a prompt's order brings ``arc`` at most, in these."""
 OPEN = [
-    ("conversation", 1000, 12831, 15275),
-    ("conversation", 4000, 24896, 27777),
-    ("conversation", 16000, 75776, 77979),
-    ("synthetic", 1000, 10169, 11185),
-    ("synthetic", 4000, 28125, 29609),
-    ("synthetic", 16000, 64580, 67947),
+    ("conversation", 1000, 12847, 15275),
+    ("conversation", 4000, 24964, 27777),
+    ("conversation", 16000, 75791, 77979),
+    ("synthetic", 1000, 10252, 11185),
+    ("synthetic", 4000, 28577, 29609),
+    ("synthetic", 16000, 64581, 67947),
 ]
 
 
