@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import gc
 import json
 import os
@@ -47,18 +48,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--pool", type=int, default=0, help="bytes of the daemon's pool")
     parser.add_argument("--json", action="store_true")
     try:
-        _replay_file(parser.parse_args(arguments))
+        _print(_replay_file(parser.parse_args(arguments)))
         return 0
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except BrokenPipeError:
         _end_output()
         return 0
-    except OSError as error:
-        _end_output()
-        print(f"kvoffd-cli: The result cannot be printed ({error.strerror}).", file=sys.stderr)
-    except MemoryError:
-        print("kvoffd-cli: The replay needs more memory than there is; give smaller sizes or a part.", file=sys.stderr)
+    except (MemoryError, OSError) as error:
+        lacks_memory = isinstance(error, MemoryError) or error.errno == errno.ENOMEM  # the latter is mmap's
+        why = "needs more memory than there is" if lacks_memory else f"failed ({error})"
+        print(f"kvoffd-cli: The replay {why}; give smaller sizes or a part.", file=sys.stderr)
     except (ValueError, KvoffdError) as error:
         print(f"kvoffd-cli: {error}", file=sys.stderr)
     return EXIT_ERROR
@@ -69,8 +69,23 @@ def _end_output() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _replay_file(given: argparse.Namespace) -> None:
-    """Replay as the arguments say. Raises ValueError with a sentence, and OSError if it cannot print."""
+def _print(text: str) -> None:
+    """Print the result. Raises BrokenPipeError, and ValueError with a sentence."""
+    try:
+        print(text)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        _end_output()
+        raise ValueError(f"The result cannot be printed ({error.strerror}).") from None
+
+
+def _replay_file(given: argparse.Namespace) -> str:
+    """Replay as the arguments say. Returns what is to be printed.
+
+    Raises ValueError with a sentence; without enough memory MemoryError, or OSError by mmap.
+    """
     nodes = fleet_command.node_count(given)
     policies = _policies(given.policy or (DEFAULT_POLICY if nodes else ALL))
     if not given.disk and (given.disk_write or given.disk_write_per_day):
@@ -93,8 +108,7 @@ def _replay_file(given: argparse.Namespace) -> None:
         print(_unequal(trace), file=sys.stderr)
     text = _replay_nodes(given, trace, nodes, policies) if nodes else _replay_one(given, trace, policies)
     _show_progress("")
-    print(text)
-    sys.stdout.flush()
+    return text
 
 
 def _replay_one(given: argparse.Namespace, trace: RequestTrace, policies: Sequence[str]) -> str:

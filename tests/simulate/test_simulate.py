@@ -10,8 +10,10 @@ import subprocess
 import sys
 import tracemalloc
 from array import array
+from errno import ENOMEM
 from itertools import islice, product
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -308,13 +310,21 @@ def test_a_mode_that_is_named_twice_is_replayed_once(tmp_path: Path, capsys: pyt
             assert len(set(printed)) == 1
 
 
+@pytest.mark.parametrize(
+    ("refused", "error"),
+    [
+        ("kvoffd.cache.hints.np.zeros", MemoryError()),
+        ("kvoffd.simulate.replay.mmap.mmap", OSError(ENOMEM, os.strerror(ENOMEM))),
+    ],
+)
 def test_a_replay_without_enough_memory_ends_with_a_sentence(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    refused: str,
+    error: Exception,
 ) -> None:
-    def replay_nothing(*args: object, **kwargs: object) -> None:
-        raise MemoryError
-
-    monkeypatch.setattr("kvoffd.simulate.command.replay", replay_nothing)
+    monkeypatch.setattr(refused, Mock(side_effect=error))
     assert main([str(write(tmp_path / "small.jsonl", [[1]])), "--blocks=2"]) == 2
     assert capsys.readouterr().err.startswith("kvoffd-cli: The replay needs more memory than there is")
 

@@ -239,19 +239,24 @@ def test_of_many_new_prompts_behind_a_load_few_are_scanned_in_a_step(
     assert engine.loaded == ["first", *(one.request_id for one in waiting)]
 
 
-def test_a_prompt_whose_load_is_too_slow_computes_though_a_load_before_it_waits_for_space(make: Make) -> None:
+@pytest.mark.parametrize("tokens", [20 * BLOCK_TOKENS + 1, 32 * BLOCK_TOKENS])
+def test_a_prompt_whose_load_is_too_slow_computes_though_a_load_before_it_waits_for_space(
+    make: Make, tokens: int
+) -> None:
+    """Also where the daemon has more of it than is loaded: the last token is computed anyway."""
     engine = make(FULL, WINDOW, blocks=301, max_model_len=8192)
     engine.held = {"first"}
     first, waits = engine.add("first", prompt(0, 200)), engine.add("waits", prompt(1, 240))
     have(engine, first, waits)
     for _ in range(3):
         engine.step()
-    slow = engine.add("slow", prompt(2, 20))
+    slow = engine.add("slow", prompt(2, 32)[:tokens])
     have(engine, slow)
     for _ in range(3):
         engine.step()
     assert not engine.ran, "it waits behind the other load"
-    engine.manager.harm.loads_paused_until[slow.num_prompt_tokens.bit_length()] = engine.clock.now + 100
+    loaded_tokens = (tokens - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+    engine.manager.harm.loads_paused_until[loaded_tokens.bit_length()] = engine.clock.now + 100
     engine.end([slow], 5)
     assert engine.loaded == []
     assert not waits.num_computed_tokens

@@ -319,14 +319,18 @@ class KvoffdConnector(OffloadingConnector):
             return True
         if not most or not (admission.has_deferred or admission.waits_for_earlier(request, own_tokens + least)):
             return False
-        if found is None and not (admission.has_deferred and self._has_load(request, least)):
-            return not waits.take_scan(state)  # a scan may find that it has nothing to load, or enough to take one step
-        return not self._manager.harm.skips_load(least)  # nothing is loaded before the one that waits for space
+        if found is not None:  # nothing is loaded before the one that waits for space
+            return not self._manager.harm.skips_load(found.tokens)
+        if admission.has_deferred and self._has_load(request, least, most):
+            return True
+        return not waits.take_scan(state)  # a scan may find that it has nothing to load, or enough to take one step
 
-    def _has_load(self, request: Request, tokens: int) -> bool:
-        """Return whether vLLM's scan of a request surely finds a load, as all groups have these ``tokens`` of it."""
+    def _has_load(self, request: Request, least: int, most: int) -> bool:
+        """Return whether vLLM's scan of a request surely finds a load, and one that is not skipped: all groups have
+        ``least`` tokens of it, and some group has no more than ``most``."""
         is_limited = request.mm_features or "max_load_tokens" in (request.kv_transfer_params or ())
-        return tokens > DROPPED_CHUNKS * self._shape.chunk_tokens and not is_limited
+        fewest = least - DROPPED_CHUNKS * self._shape.chunk_tokens
+        return fewest > 0 and not is_limited and not self._manager.harm.may_skip(fewest, most)
 
     def _has_tail(self, request: Request, own_tokens: int) -> bool:
         """Return whether vLLM's own cache has a prompt's longest tail too: it tells connectors of whole blocks only.

@@ -64,6 +64,11 @@ class DoNoHarm:
         paused_until = self.loads_paused_until.get(tokens.bit_length())
         return paused_until is not None and self._clock() < paused_until
 
+    def may_skip(self, fewest: int, most: int) -> bool:
+        """Return whether a load of a number of tokens within these bounds may be skipped."""
+        now, lengths = self._clock(), range(fewest.bit_length(), most.bit_length() + 1)
+        return any(length in lengths and now < until for length, until in self.loads_paused_until.items())
+
     def load_s(self, tokens: int) -> float:
         """Return how many seconds a load of these tokens takes; 0 if unknown.
 
