@@ -118,8 +118,8 @@ class Tier(ABC):
 
     def __init__(self, name: str, listener: TierListener) -> None:
         self.name, self._listener, self.counters = name, listener, TierStats()
-        self.is_peer = name.startswith(PEER)
         """``name``: for operators, such as ``disk:/mnt/nvme0``."""
+        self.is_peer = name.startswith(PEER)
 
     def _error(self, kind: str, sentence: str) -> None:
         """Count an error by the first word of its kind, and report it."""
