@@ -139,7 +139,7 @@ class PeerCaller:
     def _call_until(
         self, sockets: ExitStack, addresses: Sequence[str], calls: Calls, follow: Follow, until: float
     ) -> None:
-        """Call these nodes, again if need be. ``sockets`` closes what is left open."""
+        """Call these nodes, again if needed. ``sockets`` closes what is left open."""
         context = sockets.enter_context(zmq.Context(io_threads=1))
         now, waiting = time.monotonic(), deque((0.0, address) for address in addresses)
         called: dict[zmq.Socket[bytes], tuple[str, float]] = {}
