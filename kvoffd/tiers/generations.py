@@ -129,17 +129,20 @@ class Generations:
         if generation >= MAX_GENERATION:  # one above it could not be kept
             logger.warning("A namespace's generation in a pool or on a disk is no time; its blocks there are void.")
             return False
-        if is_past := generation <= int(1e6 * self._wall_clock()):
+        if is_past := generation <= self._now():
             self._set(fingerprint, generation)
         else:
             logger.warning("The clock was set back: a namespace's reset is in the future. All its blocks are void.")
             self._set(fingerprint, self._next(generation))
         return is_past
 
+    def _now(self) -> int:
+        return int(1e6 * self._wall_clock())
+
     def _next(self, found: int = 0) -> int:
         """Return a generation above all known ones, and ``found``."""
         last = max(found, self.resets.floor, *self.resets.generations.values())
-        if (now := int(1e6 * self._wall_clock())) <= last:
+        if (now := self._now()) <= last:
             logger.info("The clock is behind the last reset; generations continue from that.")
         return max(now, last + 1)
 

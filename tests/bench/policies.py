@@ -58,26 +58,36 @@ class Reference:
 
     A request is a lookup, then a store, as ``kvoffd.simulate.replay`` has them: blocks that are there are used from
     the last to the first, then the others are stored by steps of the engine, the last of each step first.
+
+    Args:
+        keeps_order: use the blocks before a step again after it, so that a request has one order however many steps it
+            takes, as kvoffd's ``lru`` does. Other policies count uses.
     """
 
-    def __init__(self, name: str, blocks: int, tokens_per_block: int) -> None:
+    def __init__(self, name: str, blocks: int, tokens_per_block: int, keeps_order: bool = False) -> None:
         import libcachesim
 
         behind = {"admissioner": libcachesim.BloomFilterAdmissioner()} if name == "second sight" else {}
         self._cache = getattr(libcachesim, NAMES[name])(blocks, hashpower=18, **behind)
         self._request: Callable[..., Any] = libcachesim.Request
         self._step_blocks = max(1, STEP_TOKENS // max(1, tokens_per_block))
+        self._keeps_order = keeps_order
         self.hits = self.written = 0
 
     def ask(self, keys: Sequence[int]) -> None:
         cache, requests = self._cache, [self._request(obj_id=key + 1, obj_size=1) for key in keys]
         present = [cache.find(request, update_cache=False) is not None for request in requests]
         self.hits += present.index(False) if False in present else len(present)
-        used = [request for request, is_present in zip(requests, present, strict=True) if is_present]
-        absent = [request for request, is_present in zip(requests, present, strict=True) if not is_present]
-        self._get(reversed(used))
+        absent = [index for index, is_present in enumerate(present) if not is_present]
+        self._get(
+            request for request, is_present in zip(reversed(requests), reversed(present), strict=True) if is_present
+        )
         for begin in range(0, len(absent), self._step_blocks):
-            self._get(reversed(absent[begin : begin + self._step_blocks]))
+            step = absent[begin : begin + self._step_blocks]
+            self._get(requests[index] for index in reversed(step))
+            if self._keeps_order:
+                before = reversed(requests[: step[0]])
+                self._get(request for request in before if cache.find(request, update_cache=False) is not None)
 
     def _get(self, requests: Iterable[Any]) -> None:
         """Use or store blocks. LIRS may evict at a use, and miss the next block of the same request."""
@@ -86,9 +96,9 @@ class Reference:
                 self.written += self._cache.find(request, update_cache=False) is not None
 
 
-def replay_reference(trace: RequestTrace, name: str, blocks: int) -> Found:
+def replay_reference(trace: RequestTrace, name: str, blocks: int, keeps_order: bool = False) -> Found:
     requests = [np.frombuffer(keys, ">u8").tolist() for keys in trace.requests]
-    reference, began = Reference(name, blocks, trace.tokens_per_block), time.perf_counter()
+    reference, began = Reference(name, blocks, trace.tokens_per_block, keeps_order), time.perf_counter()
     for keys in requests:
         reference.ask(keys)
     return Found(name, blocks, reference.hits, reference.written, time.perf_counter() - began, nan)

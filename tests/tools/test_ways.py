@@ -12,7 +12,7 @@ MOST = {
     "store-end": (20, 15),
     "load": (16, 11),
     "load-end": (22, 15),
-    "reset": (36, 23),
+    "reset": (37, 23),
     "disk-write": (72, 46),
     "promotion": (104, 76),
     "redis-promotion": (167, 117),
