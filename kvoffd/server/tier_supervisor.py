@@ -444,37 +444,60 @@ class TierSupervisor:
         return iter(self._disks)
 
     def close(self, deadline_s: float) -> bool:
-        """Close all tiers within the deadline. Returns False if one hangs that may still use the pool."""
-        until = time.monotonic() + deadline_s
+        """Close all tiers within the deadline, also behind one whose closing raises. Returns False if one hangs that
+        may still use the pool."""
+        until, ended = time.monotonic() + deadline_s, list[bool]()
         self._stopping = True
+        closes = [partial(self._close_disk, disk, until) for disk in self._disks]
+        closes += [partial(self._close_shared, tier, until) for tier in self._every_shared]
+        call_each(
+            (
+                self._stop_tiering,
+                partial(self._stop_opening, until),
+                *(thread.close for thread in (self._resolver, self._caller) if thread is not None),
+                self._interrupt_peers,
+                *(lambda close=close: ended.append(close()) for close in (*closes, partial(self._close_helper, until))),
+            )
+        )
+        return all(ended)
+
+    def _stop_tiering(self) -> None:
         if self.tiering is not None:
             self.tiering.stop()
             if (budget := self.tiering.disk_writer.budget).left_bytes is not None:
                 self._state.save_disk_spent(budget.spent_bytes)
+
+    def _stop_opening(self, until: float) -> None:
         for disk in self._disks:
             if disk.opener is not None:
                 disk.opener.join(min(STOP_OPENING_S, max(0.0, until - time.monotonic())))
-        closed = True
-        for names_thread in (self._resolver, self._caller):
-            if names_thread is not None:
-                names_thread.close()
+
+    def _interrupt_peers(self) -> None:
+        """Have the threads of peers' tiers wait for no answer any more."""
         if self.peer_helper is not None:
             for tier in self._every_shared:
                 tier.closed = True
             self.peer_helper.interrupt()
-        for disk in self._disks:
-            left_s = max(0.0, until - time.monotonic())
-            if disk.tier is not None and not disk.tier.close(0.0 if disk.tier.hangs else left_s):
-                logger.warning("The disk at %s does not answer; it stays open.", disk.size.directory)
-                closed = False
-        for tier in self._every_shared:
-            if not tier.close(max(CLOSE_STEP_S, until - time.monotonic())):
-                logger.warning("%s does not answer; it stays open.", tier.name)
-                closed = False
-        if self.peer_helper is not None and not self.peer_helper.close(max(CLOSE_STEP_S, until - time.monotonic())):
-            logger.warning("The helper process for peers does not end.")
-            closed = False
-        return closed
+
+    def _close_disk(self, disk: Disk, until: float) -> bool:
+        left_s = max(0.0, until - time.monotonic())
+        if disk.tier is None or disk.tier.close(0.0 if disk.tier.hangs else left_s):
+            return True
+        logger.warning("The disk at %s does not answer; it stays open.", disk.size.directory)
+        return False
+
+    def _close_shared(self, tier: SharedTier, until: float) -> bool:
+        if tier.close(max(CLOSE_STEP_S, until - time.monotonic())):
+            return True
+        logger.warning("%s does not answer; it stays open.", tier.name)
+        return False
+
+    def _close_helper(self, until: float) -> bool:
+        helper = self.peer_helper
+        if helper is None or helper.close(max(CLOSE_STEP_S, until - time.monotonic())):
+            return True
+        logger.warning("The helper process for peers does not end.")
+        return False
 
 
 def shared_stores(config: Config) -> OpenStores:

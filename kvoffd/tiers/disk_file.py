@@ -164,7 +164,8 @@ class DiskFile:
         self.fd = self.index_fd = -1
         self._should_stop = should_stop
         with self.closed_on_error():
-            self.fd, self.index_fd = (self._claim(name) for name in (DISK_NAME, INDEX_NAME))
+            self.fd = self._claim(DISK_NAME)
+            self.index_fd = self._claim(INDEX_NAME)
             self.head = self._read_head() or self._start_empty(region_bytes or default_region_bytes(size_bytes))
             self.may_be_torn = self.head.is_open
             """Whether the files were not closed: blocks that were being written may be incomplete."""

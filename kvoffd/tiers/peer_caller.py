@@ -24,8 +24,8 @@ from kvoffd.tiers.peers import FOLLOW, Follow, checked_raise, curve_keys, peer_s
 from kvoffd.tiers.store import StoreError
 from kvoffd.tiers.tier import PEER
 
-CALLS_S = 6.0
-"""Limit for resolving the names and for all calls of a clear."""
+CALLS_S, KNOWN_S = 6.0, 2.0
+"""Limits for resolving the names and all calls of a clear, and for the calls before that, of nodes that are known."""
 CALLED_AT_ONCE = 64
 """Nodes that are connected for a call at once, with two descriptors each."""
 CALL_S, PAUSE_S = 1.5, 0.2
@@ -99,7 +99,7 @@ class PeerCaller:
         """Begin to have all nodes follow a namespace's generation.
 
         Args:
-            known: addresses that each name had; they are called if it cannot be resolved now.
+            known: addresses that each name had; they are called before it is resolved again, which may take long.
         """
         is_busy = self._thread.waiting >= MAX_CLEARS
         why = "too many clears wait; try it again" if is_busy else "the name is being resolved"
@@ -117,6 +117,7 @@ class PeerCaller:
 
     def _run(self, calls: Calls, follow: Follow, until: float) -> None:
         try:
+            self._call_each(calls, follow, min(until, time.monotonic() + KNOWN_S))
             for name in self._names:
                 answer = resolve(name, self._is_own)
                 if answer.addresses is None:
@@ -124,14 +125,21 @@ class PeerCaller:
                 else:
                     calls.nodes[name.text] = answer.addresses
                     del calls.unknown[name.text]
-            with ExitStack() as sockets:
-                self._call_each(sockets, calls, follow, until)
+            self._call_each(calls, follow, until)
         finally:
             calls.ended = True
 
-    def _call_each(self, sockets: ExitStack, calls: Calls, follow: Follow, until: float) -> None:
-        """Call nodes until all have cleared, or until the deadline. ``sockets`` closes what is left open."""
-        addresses = dict.fromkeys(address for each in calls.nodes.values() for address in each)
+    def _call_each(self, calls: Calls, follow: Follow, until: float) -> None:
+        """Call the nodes that have not cleared until all have, or until the deadline."""
+        every = dict.fromkeys(address for each in calls.nodes.values() for address in each)
+        if addresses := [address for address in every if calls.problems.get(address, NOT_CALLED)]:
+            with ExitStack() as sockets:
+                self._call_until(sockets, addresses, calls, follow, until)
+
+    def _call_until(
+        self, sockets: ExitStack, addresses: Sequence[str], calls: Calls, follow: Follow, until: float
+    ) -> None:
+        """Call these nodes, again if needed. ``sockets`` closes what is left open."""
         context = sockets.enter_context(zmq.Context(io_threads=1))
         now, waiting = time.monotonic(), deque((0.0, address) for address in addresses)
         called: dict[zmq.Socket[bytes], tuple[str, float]] = {}

@@ -112,6 +112,26 @@ def test_a_disk_that_hangs_does_not_delay_the_daemons_end(rig: TiersRig, monkeyp
     assert closes == [0.0]
 
 
+@pytest.mark.parametrize("fails", ["tiering", "disk"])
+def test_what_fails_to_close_keeps_no_disk_from_being_closed(
+    rig: TiersRig, monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
+    def fail(*_: object) -> bool:
+        raise LookupError("a bug")
+
+    disks = []
+    for number in range(3):
+        rig.attach(disk_of(), f"/mnt/{number}")
+        disks.append(rig.opened())
+    if fails == "disk":
+        monkeypatch.setattr(disks.pop(0), "close", fail)
+    else:
+        monkeypatch.setattr(rig.tiering, "stop", fail)
+    with pytest.raises(LookupError, match="a bug"):
+        rig.tiers.close(60.0)
+    assert [disk.available() for disk in disks] == [False] * len(disks)
+
+
 def test_what_is_cleared_does_not_come_with_a_directory_that_is_being_opened(rig: TiersRig) -> None:
     """A clear raises the generation of one namespace, or of all."""
     clears: tuple[tuple[Callable[[], object], set[bytes]], ...] = (

@@ -216,6 +216,15 @@ def test_regions_that_the_file_system_has_no_space_for_go_after_the_head_was_wri
     assert open_file(tmp_path, calls=disk).errors == []
 
 
+def test_a_directory_whose_index_cannot_be_opened_can_be_used_once_that_is_mended(tmp_path: Path) -> None:
+    """Its other file does not stay open and locked."""
+    (tmp_path / INDEX_NAME).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(DiskError, match="is a symbolic link"):
+        open_file(tmp_path)
+    (tmp_path / INDEX_NAME).unlink()
+    open_file(tmp_path).close()
+
+
 @pytest.mark.parametrize("number", [4, 5])
 def test_an_index_that_cannot_be_read_is_a_disk_error_and_leaves_no_file_open(number: int) -> None:
     """Three reads are of the file's name and head, the next ones of slot sizes and records."""

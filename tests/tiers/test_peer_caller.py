@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -120,6 +121,31 @@ def test_a_name_that_cannot_be_resolved_is_a_problem_and_its_last_nodes_are_call
         calls = rig.call(caller, rig.addresses)
         assert list(calls.unreached({})) == [f"{rig.name.text}: its nodes are not known: Name or service not known."]
         assert set(nodes.asked) == set(rig.addresses)
+
+
+def test_known_nodes_are_called_while_a_name_server_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may take longer than all calls may, and the names of its nodes are known."""
+    monkeypatch.setattr(peer_caller, "CALLS_S", 60.0)
+    monkeypatch.setattr(peer_caller, "KNOWN_S", 60.0)
+    rig, answers = Rig(monkeypatch, 9), threading.Event()
+
+    def resolve(host: str, port: int, **_: Any) -> list[tuple[Any, ...]]:
+        assert answers.wait(120.0)
+        return rig._resolve(host, port)
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    try:
+        with AnsweringNodes(SECRET, rig.addresses) as nodes, rig.caller() as caller:
+            calls = caller.call(FINGERPRINT, GENERATION, [rig.addresses[:8]])
+            wait_until(lambda: calls.problems == dict.fromkeys(rig.addresses[:8], ""), 20.0)
+            (sentence,) = calls.unreached({})
+            assert sentence == f"{rig.name.text}: its nodes are not known: the name is being resolved."
+            answers.set()
+            wait_until(lambda: calls.ended, 60.0)
+            assert list(calls.unreached({})) == []
+            assert nodes.asked[8:] == rig.addresses[8:], "only the one that was not known"
+    finally:
+        answers.set()
 
 
 def test_clears_that_wait_are_bounded_and_end_with_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
