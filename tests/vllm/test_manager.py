@@ -638,6 +638,18 @@ def test_a_request_s_report_says_what_became_of_its_hints(
     assert len(report.hints) <= 256
 
 
+def test_a_report_that_cannot_be_sent_ends_no_step(harness: ManagerHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[PromptReport] = []
+
+    def refuse(report: PromptReport) -> None:
+        asked.append(report)
+        raise ValueError("own_tokens: expected `int` >= 0")
+
+    monkeypatch.setattr(harness.client, "report_prompt", refuse)
+    hinted(harness, envelope(RETAIN))
+    assert len(asked) == 1
+
+
 def test_hints_of_prompts_shorter_than_a_chunk_are_not_sent(harness: ManagerHarness) -> None:
     context = ReqContext("r", {"kv_hints": envelope(RETAIN, action("kv.prefetch", {}))})
     harness.manager.on_new_request(context)

@@ -10,6 +10,7 @@ from msgspec import structs
 from kvoffd_client.vllm.chunk_groups import ChunkGroups
 from kvoffd_client.vllm.engine_namespace import EngineNamespace
 from kvoffd_client.vllm.keyed_lookup import KeyedLookup
+from kvoffd_client.vllm.log import logger
 from kvoffd_client.vllm.prompt_report import report_of, report_of_failed
 from kvoffd_client.vllm.request_state import PromptWait, RequestState, Scheduling
 
@@ -86,6 +87,10 @@ class PromptOutcomes:
         self._send(scheduling)
 
     def _send(self, scheduling: Scheduling) -> None:
-        if scheduling.unsent_report is not None:
-            self._namespace.client.report_prompt(scheduling.unsent_report)
-            scheduling.unsent_report = None
+        if scheduling.unsent_report is None:
+            return
+        report, scheduling.unsent_report = scheduling.unsent_report, None
+        try:
+            self._namespace.client.report_prompt(report)
+        except ValueError as error:  # a number that cannot be: its report is lost, the engine's step is not
+            logger.warning_once("kvoffd: a prompt's report could not be sent: %s", error)  # type: ignore[attr-defined]
