@@ -19,6 +19,7 @@ from kvoffd_client.admin_client import MIN_PREFIX_DIGITS, AdminClient, find_name
 from kvoffd_client.errors import DaemonUnavailable, KvoffdClientError, RequestRefused, RequestTimeout
 from kvoffd_client.memory import Registration, SharedMemory
 from kvoffd_client.namespace import NamespaceSpec
+from kvoffd_client.repeated_lookup import RepeatedLookup
 from kvoffd_client.scheduler_client import LookupFuture, SchedulerClient
 from kvoffd_client.session import ClientOptions, Closing
 from kvoffd_client.worker_client import Job, WorkerClient
@@ -35,7 +36,8 @@ Bytes = npt.NDArray[np.uint8]
 Item = TypeVar("Item")
 TIMEOUT_S = 60.0
 CONNECT_S = 10.0
-PENDING_PAUSE_S = 0.005
+STORE_PAUSE_S = 0.005
+"""Pause before a block that another client stores is looked up again."""
 CHECKSUM_BYTES = 8
 READS = 3
 """Most reads of a block for one call: the block of the key may be replaced by another during one."""
@@ -239,7 +241,7 @@ class BlockClient(Closing):
             was_accepted = all(result.ok and not result.rejected for result in results)
             if not was_accepted or time.monotonic() >= deadline:
                 break
-            time.sleep(PENDING_PAUSE_S)  # until another store of the key ends or is dropped
+            time.sleep(STORE_PAUSE_S)  # until another store of the key ends or is dropped
         why = next((result.error.sentence for result in results if result.error is not None), "")
         if not why:
             rejected = any(result.rejected for result in results)
@@ -366,24 +368,15 @@ class BlockClient(Closing):
     @contextmanager
     def _leased(self, keys: Sequence[bytes], group: int) -> Iterator[LookupFuture]:
         """Pin keys that are in the pool, once those on disks and in stores have come up or the time is over."""
-        deadline, asked = time.monotonic() + self._timeout_s, [GroupKeys(group, b"".join(keys))]
-        lookups: list[LookupFuture] = []
-        """Those whose leases are to be released: the last one and, until that is answered, the one before."""
+        asked, lookup = [GroupKeys(group, b"".join(keys))], RepeatedLookup(self._scheduler)
         try:
-            while True:
-                lookups.append(found := self._scheduler.lookup(asked, again=True))
-                if not found.wait(max(0.0, deadline - time.monotonic())) or found.failed:
-                    raise DaemonUnavailable(f"The daemon did not look the block up: {self._scheduler.problem}")
-                while len(lookups) > 1:
-                    self._scheduler.release(lookups[0].lease_id)
-                    del lookups[0]
-                if not found.pending or time.monotonic() >= deadline:
-                    break
-                time.sleep(PENDING_PAUSE_S)
+            # Not counted: no prompt needs them.
+            found = lookup.wait(lambda _: self._scheduler.lookup(asked, again=True), self._timeout_s)
+            if found is None:
+                raise DaemonUnavailable(f"The daemon did not look the block up: {self._scheduler.problem}")
             yield found
         finally:
-            for found in lookups:
-                self._scheduler.release(found.lease_id)
+            lookup.release()
 
     def _read(self, key: bytes, group: int, rank: int) -> Bytes:
         """Load a shard; return its bytes, compared with its checksum. Raises as ``get``."""

@@ -16,6 +16,7 @@ import numpy.typing as npt
 from kvoffd_client.errors import DaemonUnavailable
 from kvoffd_client.memory import Registration, SharedMemory
 from kvoffd_client.namespace import NamespaceSpec
+from kvoffd_client.repeated_lookup import RepeatedLookup
 from kvoffd_client.scheduler_client import LookupFuture, SchedulerClient
 from kvoffd_client.session import DEFAULT_OPTIONS, ClientOptions, Closing
 from kvoffd_client.worker_client import WorkerClient
@@ -24,8 +25,6 @@ from kvoffd_proto.messages import GroupKeys, GroupTransfer, JobResult
 
 KEY_BYTES = 32
 CONNECT_TIMEOUT_S = 10.0
-PENDING_PAUSE_S = 0.002
-"""Pause between two lookups of keys that are being promoted from disk."""
 
 
 @dataclass(frozen=True)
@@ -93,12 +92,11 @@ class FakeEngine(Closing):
             namespace = NamespaceSpec.named(namespace, world_size, KEY_BYTES, layers=layers, page_bytes=page_bytes)
         self.namespace = namespace
         self._job_ids = itertools.count(1)
-        self._lookups: list[LookupFuture] = []
-        """Those whose leases are to be released: the last one and, until that is answered, the one before."""
         self._memories: list[SharedMemory] = []
         self._pages: list[npt.NDArray[np.uint8]] = []
         self.workers: list[WorkerClient] = []
         self.scheduler = SchedulerClient(directory, self.namespace, name=f"{name} scheduler", options=options)
+        self._lookup = RepeatedLookup(self.scheduler)
         try:
             for rank in range(world_size):
                 memory = SharedMemory(layers * blocks * page_bytes, f"kvoffd-fake-engine-{rank}")
@@ -163,25 +161,14 @@ class FakeEngine(Closing):
         self.release()
         if not keys:
             return 0
-        deadline = time.monotonic() + timeout_s
-        while True:
-            self._lookups.append(found := self._look_up(keys, peer, again=bool(self._lookups)))
-            if not found.wait(max(0.0, deadline - time.monotonic())) or found.failed:
-                self.release()
-                return 0
-            while len(self._lookups) > 1:
-                self._release_first()
-            if not found.pending or (left := deadline - time.monotonic()) <= 0:
-                return found.leading_ready()
-            time.sleep(min(PENDING_PAUSE_S, left))
+        found = self._lookup.wait(lambda again: self._look_up(keys, peer, again=again), timeout_s)
+        if found is None:
+            self.release()
+            return 0
+        return found.leading_ready()
 
     def _look_up(self, keys: Sequence[bytes], peer: str, *, again: bool) -> LookupFuture:
         return self.scheduler.lookup([GroupKeys(0, b"".join(keys))], again, peer=peer)
-
-    @property
-    def _lookup(self) -> LookupFuture | None:
-        """The last lookup, unless its lease was released."""
-        return self._lookups[-1] if self._lookups else None
 
     def load(self, keys: Sequence[bytes], block_ids: Sequence[int], timeout_s: float = 10.0) -> EngineResult:
         """Copy ``keys[i]``, pinned by the last lookup, into block ``block_ids[i]``, on all ranks. Raises as store().
@@ -191,7 +178,7 @@ class FakeEngine(Closing):
         transfer = self._transfer(keys, block_ids)
         if not keys:
             return EngineResult(True, 0, 0.0)
-        found = self._lookup
+        found = self._lookup.last
         if found is None or not found.pinned:
             return EngineResult(False, 0, 0.0, list(keys), ErrorCode.UNKNOWN_LEASE)
         job_id = next(self._job_ids)
@@ -203,12 +190,7 @@ class FakeEngine(Closing):
 
     def release(self) -> None:
         """Release the lease of the last lookup."""
-        while self._lookups:
-            self._release_first()
-
-    def _release_first(self) -> None:
-        self.scheduler.release(self._lookups[0].lease_id)
-        del self._lookups[0]
+        self._lookup.release()
 
     def wait_ready(self, timeout_s: float) -> bool:
         """Wait until all clients are connected, as after a restart of the daemon."""
