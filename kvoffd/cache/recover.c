@@ -139,10 +139,7 @@ void kvoffd_recover_records(struct recovery *r, const uint8_t *records, uint64_t
         const uint8_t *record = records + i * RECORD;
         uint64_t state = READ(record, uint64_t, 0);
         if (i % RECORDS_TOGETHER == 0) {
-            if (count - i >= RECORDS_TOGETHER)
-                crcs_of(r->blocks, record, RECORDS_TOGETHER, crcs);
-            else
-                crcs_of(r->blocks, record, count - i, crcs);
+            crcs_of(r->blocks, record, count - i < RECORDS_TOGETHER ? count - i : RECORDS_TOGETHER, crcs);
             for (uint64_t ahead = RECORDS_TOGETHER; ahead < 2 * RECORDS_TOGETHER && i + ahead < count; ahead++)
                 prefetch(r, record + ahead * RECORD);
         }

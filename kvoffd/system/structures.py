@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 
-VERSION = 0x15B742D4
+VERSION = 0xCB00FB3F
 """A library of another version is refused: it is made of other C files."""
 
 SLOT_INDEX = (
