@@ -236,7 +236,7 @@ class TierSupervisor:
     # --- peers and stores ------------------------------------------------------------------------
 
     def _start_peers(self) -> None:
-        """Start the helper, where peers are read or served."""
+        """Start the helper, where peers are read or served, and the calls of nodes behind names."""
         config = self._config
         if not (config.peers or config.peer_listen):
             return
@@ -245,6 +245,8 @@ class TierSupervisor:
         secret = read_secret(config.peer_secret_file)
         settings = HelperSettings(peer_addresses(config.peers), config.peer_listen, secret)
         self.peer_helper = PeerHelper(settings, self._pool.place, self._peer_asks, self._peers_left)
+        if self._names:
+            self._caller = PeerCaller(self._names, config.peer_listen, secret)
 
     def _add_peers(self, tiering: Tiering, helper: PeerHelper) -> None:
         quiet = self._settings(WriteMode.NEVER)
@@ -267,8 +269,6 @@ class TierSupervisor:
 
             every_s = self._config.limits.resolve_s
             self._resolver = NameResolver(self._names, self._config.peer_listen, every_s, answered)
-            secret = read_secret(self._config.peer_secret_file)
-            self._caller = PeerCaller(self._names, self._config.peer_listen, secret)
 
     def peer_at(self, host: str) -> str:
         """Return the name of a peer's tier; empty if it is neither configured, nor in a network or behind a name that
@@ -446,20 +446,20 @@ class TierSupervisor:
     def close(self, deadline_s: float) -> bool:
         """Close all tiers within the deadline, also behind one whose closing raises. Returns False if one hangs that
         may still use the pool."""
-        until, ended = time.monotonic() + deadline_s, list[bool]()
+        until = time.monotonic() + deadline_s
         self._stopping = True
-        closes = [partial(self._close_disk, disk, until) for disk in self._disks]
-        closes += [partial(self._close_shared, tier, until) for tier in self._every_shared]
-        call_each(
+        ended = call_each(
             (
                 self._stop_tiering,
                 partial(self._stop_opening, until),
                 *(thread.close for thread in (self._resolver, self._caller) if thread is not None),
                 self._interrupt_peers,
-                *(lambda close=close: ended.append(close()) for close in (*closes, partial(self._close_helper, until))),
+                *(partial(self._close_disk, disk, until) for disk in self._disks),
+                *(partial(self._close_shared, tier, until) for tier in self._every_shared),
+                partial(self._close_helper, until),
             )
         )
-        return all(ended)
+        return False not in ended
 
     def _stop_tiering(self) -> None:
         if self.tiering is not None:
