@@ -159,7 +159,7 @@ class Tiering:
             keys = self._cache.blocks.split_keys(members, group.key_bytes)
             for writer in self.writers:
                 writer.evicted(group, members, keys)
-            if self._disk_tiers:  # they are told by the next tick: an engine's store waits for this call
+            if self._disk_tiers:  # the next tick passes it on to them: an engine's store waits for this call
                 self._to_spare.append((block_group_of(group), keys))
 
     def waiting(self, blocks: BlockIds) -> npt.NDArray[np.bool_] | None:

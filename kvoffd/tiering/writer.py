@@ -23,7 +23,7 @@ from kvoffd.tiers.tier import Result, Tier
 
 _Sequences: TypeAlias = dict[int, int]
 """Block numbers with the sequence numbers of their records, which together identify a block: a number alone may belong
-to another block by the time of use."""
+to another block when it is used."""
 
 LATE, BUDGET, UNLIKELY = "late", "budget", "unlikely"
 """Reasons why a block left the pool unwritten: its turn came too late, as engines copy or the tier is slow or down; the

@@ -1,4 +1,4 @@
-"""Tells every node behind a name of a clear, however many there are, and learns which of them have cleared.
+"""Sends a clear to every node behind a name, however many there are, and records which of them have cleared.
 
 Few of these nodes are connected at a time (``PeerPlaces``), and the others hear of a clear from each other, which
 nobody confirms. So a thread of the daemon connects to each of them, for one question.
@@ -63,7 +63,7 @@ class Calls:
         """Yield a sentence for each name with nodes that have not cleared.
 
         Args:
-            heard: problem of each tier that was told besides; empty if its node has cleared.
+            heard: problem of each tier that a connected node has; empty if that has cleared.
         """
         for text, why in list(self.unknown.items()):  # the thread may still change it
             yield f"{text}: its nodes are not known: {why}."
@@ -75,8 +75,8 @@ class Calls:
 
     def _why_not(self, address: str, heard: Mapping[str, str]) -> str:
         """Return why a node has not cleared; empty if it has, as it said to a call or to its tier."""
-        called, told = self.problems.get(address, NOT_CALLED), heard.get(f"{PEER}{address}")
-        return "" if "" in (called, told) else (told or called).removesuffix(".")
+        by_call, by_tier = self.problems.get(address, NOT_CALLED), heard.get(f"{PEER}{address}")
+        return "" if "" in (by_call, by_tier) else (by_tier or by_call).removesuffix(".")
 
 
 class PeerCaller:

@@ -781,7 +781,7 @@ def _parts(pieces: Sequence[_Piece]) -> Iterator[_Part]:
 
 
 def checked_raise(reply: bytes, generation: int) -> int:
-    """Return the generation of a peer that was told this one, from its reply. Raises StoreError unless it has dropped
+    """Return the generation of a peer that was sent this one, from its reply. Raises StoreError unless it has dropped
     all earlier blocks for good."""
     ((raised, is_kept),) = _followed(reply, 1)
     if raised < generation:
