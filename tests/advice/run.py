@@ -66,11 +66,11 @@ class DayEngine(FakeEngine):
         prompt, keys, found = begun
         own = next((number for number, key in enumerate(keys) if key not in self._own), len(keys))
         outcome, covered, load_lease = Outcome.MISSED, own, 0
-        is_late = self._lookup is not None and self._lookup.pending and not self._lookup.asking
+        is_late = (last := self._lookup.last) is not None and last.pending and not last.asking
         if own == len(keys):
             outcome = Outcome.NOT_NEEDED
         elif found > own:
-            load_lease = self._lookup.lease_id if self._lookup is not None else 0
+            load_lease = last.lease_id if last is not None else 0
             assert self.load(keys[own:found], range(found - own)).ok
             outcome, covered = Outcome.LOADED, found
         self.release()
