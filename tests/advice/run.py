@@ -21,7 +21,7 @@ from kvoffd_client.fake_engine import KEY_BYTES, FakeEngine
 from kvoffd_client.namespace import NamespaceSpec
 from kvoffd_client.scheduler_client import LookupFuture
 from kvoffd_proto.findings import Facts, Finding, find
-from kvoffd_proto.messages import GroupKeys, GroupSpec, GroupTransfer, Outcome, PromptReport
+from kvoffd_proto.messages import COMING, READY, GroupKeys, GroupSpec, GroupTransfer, Outcome, PromptReport
 from tests.kit.command import DEADLINE_S, command, start_cli
 from tests.kit.daemon import DaemonProcess
 from tests.kit.redis_server import RedisServer
@@ -81,6 +81,8 @@ class DayEngine(FakeEngine):
         while len(self._own) > self._own_blocks:
             self._own.popitem(last=False)
         missing = keys[covered] if covered < len(keys) else b""
+        behind = last.states[0][covered:] if last is not None else b""
+        coming = len(behind) - len(behind.lstrip(bytes([READY, *COMING])))
         self.scheduler.report_prompt(
             PromptReport(
                 "prompt", time.time(), prompt.tokens, len(keys), 0, 0, 0,
@@ -88,6 +90,7 @@ class DayEngine(FakeEngine):
                 loaded_tokens=(covered - own) * BLOCK_TOKENS, own_tokens=own * BLOCK_TOKENS,
                 missing_key=missing, missing_number=covered + 1 if missing else 0,
                 lease_id=self._first_lease, load_lease_id=load_lease, own_keys=[own], covered_keys=[covered],
+                coming_keys=[coming] if missing else [],
             )
         )  # fmt: skip
         # A second of a day is here some microseconds: at its own pace the daemon would hear of prompts out of order.
