@@ -13,7 +13,7 @@ from kvoffd_client.cuda_export import GpuSegment
 from kvoffd_client.errors import KvoffdClientError, RequestRefused
 from kvoffd_client.lifeline_stream import NEVER
 from kvoffd_client.memory import Registration
-from kvoffd_client.namespace import NamespaceSpec
+from kvoffd_client.namespace import NamespaceSpec, is_int
 from kvoffd_client.session import (
     CONNECTED,
     DEFAULT_OPTIONS,
@@ -96,10 +96,10 @@ class Job:
 
     def check(self, namespace: NamespaceSpec, blocks_per_key: int) -> None:
         """Raise ValueError if it cannot be a job of a worker of this namespace."""
-        if not isinstance(self.job_id, int) or not 0 <= self.job_id < FIRST_PART_ID:
+        if not is_int(self.job_id) or not 0 <= self.job_id < FIRST_PART_ID:
             raise ValueError(f"Job ids are numbers from 0 to {FIRST_PART_ID - 1}; {self.job_id!r} is not.")
         lease_id, is_store = self.lease_id, self.lease_id is None
-        if lease_id is not None and (not isinstance(lease_id, int) or not m.MIN_LEASE_ID <= lease_id <= m.MAX_LEASE_ID):
+        if lease_id is not None and (not is_int(lease_id) or not m.MIN_LEASE_ID <= lease_id <= m.MAX_LEASE_ID):
             raise ValueError(f"The load {self.job_id} has no lease of a lookup, but {lease_id!r}.")
         if not isinstance(self.keep_lease, bool):
             raise ValueError(f"keep_lease is True or False, not {self.keep_lease!r}.")
@@ -111,7 +111,7 @@ class Job:
                     "Block ids are bytes, 4 for each; GroupTransfer.of(keys, block_ids) makes them from a list."
                 )
             blocks, first = len(one.block_ids) // m.BLOCK_ID_BYTES, one.first_block
-            if not isinstance(first, int):
+            if not is_int(first):
                 raise ValueError(f"first_block is an int, not {type(first).__name__}.")
             if (count or blocks or first) and not m.blocks_fit(count, blocks, first, blocks_per_key, store=is_store):
                 raise ValueError(
@@ -333,7 +333,7 @@ class WorkerClient(Session):
         namespace = self._namespace
         for job in jobs:
             job.check(namespace, self._registration.blocks_per_key)
-        if not isinstance(sole, int) or not 0 <= sole <= m.MAX_SOLE:
+        if not is_int(sole) or not 0 <= sole <= m.MAX_SOLE:
             raise ValueError(f"sole is a number from 0 to {m.MAX_SOLE}, not {sole!r}.")
         ids = {job.job_id for job in jobs}
         with self._transport.lock:

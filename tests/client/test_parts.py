@@ -102,9 +102,9 @@ def test_a_named_namespace_depends_on_all_its_arguments_and_an_option_is_refused
     ]
     assert len({spec.fingerprint for spec in [base, *others]}) == len(others) + 1
     assert len(base.fingerprint) == 32
-    for wrong in (0, float("nan")):
+    for wrong in (0, float("nan"), True, "1"):
         with pytest.raises(ValueError, match="request_timeout_s"):
-            ClientOptions(request_timeout_s=wrong)
+            ClientOptions(request_timeout_s=wrong)  # type: ignore[arg-type]
 
 
 HEAVY = {"msgspec", "numpy", "zmq"}
