@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -236,12 +236,17 @@ def submit_of(
     )
 
 
+ONE_IS_WRONG = (ErrorCode.BAD_KEYS, ErrorCode.BAD_BLOCK_IDS)
+"""Refusals of a message for what one of its jobs has."""
+
+
 class Sent(NamedTuple):
-    """A job, or a part of one, that was sent and has no result."""
+    """A job, or a part of one, that was sent and has no result. ``sole``: as its message's."""
 
     job: Job
     of_job: int
     request_id: int
+    sole: int
 
 
 @dataclass(slots=True)
@@ -328,7 +333,7 @@ class WorkerClient(Session):
 
         Raises:
             ValueError: a job of the same id is unfinished, or a field of a job has a wrong type, length or value. No
-                job is started then. The daemon looks at the keys and block ids: they fail jobs, not this call.
+                job is started then. The daemon looks at the keys and block ids: a wrong one fails its job alone.
         """
         namespace = self._namespace
         for job in jobs:
@@ -362,13 +367,7 @@ class WorkerClient(Session):
             all_parts = [part for job in jobs for part in parts_of.get(job.job_id, ())]
             of_job = {part.job_id: job_id for job_id, parts in parts_of.items() for part, _ in parts}
             for batch in batches_of(all_parts, limits):
-                request_id = self._next_request_id()
-                self._sent.update({part.job_id: Sent(part, of_job[part.job_id], request_id) for part in batch})
-                message = submit_of(request_id, self._registration_id, namespace.key_bytes, batch, self._sequence, sole)
-                if (refused := self._send(message)) is not None:
-                    code = refused.code if isinstance(refused, RequestRefused) else ErrorCode.TOO_MANY
-                    self._fail_sent([job.job_id for job in batch], code)
-                    self._transport.notify()
+                self._send_jobs(batch, of_job, sole)
 
     def take_results(self) -> list[m.JobResult]:
         """Return the results since the last call, including those that have arrived and were not read yet."""
@@ -457,6 +456,16 @@ class WorkerClient(Session):
         parts = job.parts(namespace, self._registration.blocks_per_key, most, self._next_part_id)
         self._next_part_id += len(parts)
         return [(part, part.size(namespace)) for part in parts]
+
+    def _send_jobs(self, jobs: Sequence[Job], of_job: Mapping[int, int], sole: int) -> None:
+        """Send jobs, or parts of the jobs ``of_job``, in one message. If it cannot be sent, they fail."""
+        request_id, key_bytes = self._next_request_id(), self._namespace.key_bytes
+        self._sent.update({job.job_id: Sent(job, of_job[job.job_id], request_id, sole) for job in jobs})
+        message = submit_of(request_id, self._registration_id, key_bytes, jobs, self._sequence, sole)
+        if (refused := self._send(message)) is not None:
+            code = refused.code if isinstance(refused, RequestRefused) else ErrorCode.TOO_MANY
+            self._fail_sent([job.job_id for job in jobs], code)
+            self._transport.notify()
 
     def _refuse(self, jobs: Sequence[Job], code: ErrorCode) -> None:
         self._results += [m.JobResult(job.job_id, False, 0, 0.0, code, job.keys) for job in jobs]
@@ -613,11 +622,15 @@ class WorkerClient(Session):
             self.disconnect(f"The daemon answered Results with {type(reply).__name__}.", now)
 
     def _on_unexpected_refusal(self, reply: m.Error, refusal: RequestRefused, now: float) -> None:
-        refused = [job_id for job_id, sent in self._sent.items() if sent.request_id == reply.request_id]
-        if refused:
-            self._fail_sent(refused, reply.code)
-        else:
+        refused = {job_id: sent for job_id, sent in self._sent.items() if sent.request_id == reply.request_id}
+        if not refused:
             super()._on_unexpected_refusal(reply, refusal, now)
+        elif len(refused) > 1 and reply.code in ONE_IS_WRONG and self._phase is Phase.READY:
+            # The daemon has begun none of them: each goes out alone, so that the wrong one fails alone.
+            for job_id, sent in refused.items():
+                self._send_jobs([sent.job], {job_id: sent.of_job}, sent.sole)
+        else:
+            self._fail_sent(refused, reply.code)
 
     # --- hooks of Session -------------------------------------------------------------------------
 

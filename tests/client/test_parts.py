@@ -30,8 +30,9 @@ def test_memory_is_zeroed_shared_and_cannot_be_resized() -> None:
         assert os.pread(memory.fd, 1, 9_999) == b"\7"
         # Sealed against more seals too: one against writing would keep the daemon from mapping it for loads.
         assert fcntl.fcntl(memory.fd, fcntl.F_GET_SEALS) == fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-    with pytest.raises(ValueError, match="at least one byte"):
-        SharedMemory(0)
+    for wrong in (0, True):
+        with pytest.raises(ValueError, match="at least one byte"):
+            SharedMemory(wrong)
 
 
 @pytest.mark.parametrize("old_kernel", [False, True])

@@ -783,6 +783,33 @@ def test_a_job_that_is_none_is_refused_before_any_is_sent(
     assert (worker.unfinished, worker._sent, worker._results, link.count(m.Submit)) == (0, {}, [], 0)
 
 
+@pytest.mark.parametrize("code", [ErrorCode.BAD_KEYS, ErrorCode.BAD_BLOCK_IDS])
+def test_a_job_that_the_daemon_refuses_fails_alone(worker: WorkerClient, link: PaperLink, code: ErrorCode) -> None:
+    """The daemon refuses a message as a whole and has begun no job of it, so the others are sent again."""
+    link.time = 0.0
+    worker.submit([Job(1, TRANSFER), Job(2, TRANSFER, 1 << 32), Job(3, TRANSFER)], sole=7)
+    worker.tick(JOB_PATIENCE_S)
+    asked = link.last(m.Results)
+    worker.on_reply(m.Error(link.last(m.Submit).request_id, code, "Not 2."), 1.1)
+    first, *alone = [one for one in link.sent if isinstance(one, m.Submit)]
+    assert [[job.job_id for job in jobs] for jobs in jobs_sent(link)] == [[2, 1, 3], [1], [2], [3]]
+    assert {one.sole for one in alone} == {first.sole} == {7}
+    worker.on_reply(m.ResultsReply(asked.request_id, [], []), 1.1)
+    assert not worker._results, "the daemon was asked before they went out again"
+    worker.on_reply(m.Error(alone[1].request_id, code, "Not 2."), 1.2)
+    publish(worker, completions(1, 1, 3), 1.3)
+    assert [(one.job_id, one.error) for one in worker._results] == [(2, code), (1, None), (3, None)]
+    assert (len([one for one in link.sent if isinstance(one, m.Submit)]), worker._sent) == (4, {})
+
+
+@pytest.mark.parametrize("code", [ErrorCode.UNKNOWN_REGISTRATION, ErrorCode.TOO_MANY])
+def test_a_refusal_of_no_single_job_fails_all(worker: WorkerClient, link: PaperLink, code: ErrorCode) -> None:
+    submit(worker, link, 0.0, Job(1, TRANSFER), Job(2, TRANSFER))
+    worker.on_reply(m.Error(link.last(m.Submit).request_id, code, "No."), 0.1)
+    assert [(one.job_id, one.error) for one in worker._results] == [(1, code), (2, code)]
+    assert link.count(m.Submit) == 1
+
+
 def test_true_is_no_block_id() -> None:
     """struct packs it as 1, the block of another request."""
     with pytest.raises(ValueError, match="not True or False"):
