@@ -424,7 +424,7 @@ class HintedOrder:
 
     def admit(self, group: Group, keys: bytes, starts: Sequence[int]) -> Admission:
         """As the policy's; keys of blocks that a hint retains are always admitted, with those before them in their
-        chains, without which no lookup finds them."""
+        chains, without which no lookup finds them. Of what earlier stores of the prompt offered nothing is known."""
         runs, lowest = self._policy.admit(group, keys, starts)
         if self._awaited:
             scores = [score for length, score in runs for _ in range(length)]
