@@ -410,8 +410,9 @@ def test_each_session_has_its_share_whatever_the_priority() -> None:
 def test_a_session_takes_nothing_of_another_beyond_its_share(of_quota: bool) -> None:
     """What nobody retains counts as its own: it needs no more of what others retain than its share lacks then."""
     rig = Hinted()
-    for session, first, blocks in ((2, 100, 9), (3, 200, 2), (1, 0, 8)):
-        rig.put(*range(first, first + blocks))
+    rig.put(*range(100, 109))
+    rig.put(*range(200, 202))
+    rig.put(*range(8))
     if of_quota:
         rig.cache.quotas[rig.namespace.fingerprint] = BLOCKS * rig.unit
     for session, first, blocks in ((2, 100, 9), (3, 200, 2)):
