@@ -28,14 +28,14 @@ demo: $(VENV)/.engine ## watch a real vLLM get its prompts back from kvoffd
 	@$(BIN)/python -m tests.demo
 
 # Engines run one after the other, in two rows at the same time, so that both CPUs are busy: the second has the tests that
-# import vLLM, which takes 15 seconds of a CPU, and then the engines of files marked `beside`. Its output comes at the end.
+# import vLLM, which takes 15 seconds of a CPU, and then the engines of files marked `concurrent`. Its output comes at the end.
 # Before that all others run side by side. 5 is pytest's status for no test.
 test: $(VENV)/.engine .cuda/.fetched ## run every test that needs no GPU, real engines included; ARGS="tests/daemon -k restart"
 	@$(PASSED); failed=0; \
 		passed $(SIDE_BY_SIDE) -m 'not vllm and not engine and $(HERE)' || failed=1; \
-		(passed -m 'vllm and not engine and $(HERE)'; unit=$$?; passed -m 'engine and beside and $(HERE)' && exit $$unit) \
+		(passed -m 'vllm and not engine and $(HERE)'; unit=$$?; passed -m 'engine and concurrent and $(HERE)' && exit $$unit) \
 			>$(VENV)/vllm.log 2>&1 & others=$$!; \
-		passed -m 'engine and not beside and $(HERE)' || failed=1; \
+		passed -m 'engine and not concurrent and $(HERE)' || failed=1; \
 		wait $$others || failed=1; cat $(VENV)/vllm.log; exit $$failed
 
 lint: $(VENV)/.tools ## ruff, mypy, plain words, one name for one class, no test that measures; needs neither torch nor vLLM

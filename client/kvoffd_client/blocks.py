@@ -18,7 +18,7 @@ import xxhash
 from kvoffd_client.admin_client import MIN_PREFIX_DIGITS, AdminClient, find_namespace_info, matching_namespaces
 from kvoffd_client.errors import DaemonUnavailable, KvoffdClientError, RequestRefused, RequestTimeout
 from kvoffd_client.memory import Registration, SharedMemory
-from kvoffd_client.namespace import NamespaceSpec
+from kvoffd_client.namespace import NamespaceSpec, is_int
 from kvoffd_client.repeated_lookup import RepeatedLookup
 from kvoffd_client.scheduler_client import LookupFuture, SchedulerClient
 from kvoffd_client.session import ClientOptions, Closing
@@ -82,7 +82,7 @@ class BlockClient(Closing):
     def __init__(
         self, directory: str | os.PathLike[str], namespace: str | bytes, *, timeout_s: float = TIMEOUT_S
     ) -> None:
-        if not isinstance(timeout_s, int | float) or not timeout_s > 0:
+        if not (isinstance(timeout_s, float) or is_int(timeout_s)) or not timeout_s > 0:
             raise ValueError(f"timeout_s is a time in seconds, not {timeout_s}.")
         if not isinstance(namespace, str | bytes):
             raise ValueError(f"namespace is a label or a fingerprint, str or bytes, not {type(namespace).__name__}.")
@@ -191,13 +191,14 @@ class BlockClient(Closing):
         import torch
 
         self._check(key, group)
-        if not isinstance(rank, int):
+        if not is_int(rank):
             raise ValueError(f"rank is an int, not {type(rank).__name__}.")
         if not 0 <= rank < self.namespace.world_size:
             raise ValueError(f"The namespace has ranks 0 to {self.namespace.world_size - 1}, not {rank}.")
         if dtype is not None and not isinstance(dtype, torch.dtype):
             raise ValueError(f"dtype is a torch.dtype such as torch.bfloat16, not {type(dtype).__name__}.")
-        if shape is not None and not all(hasattr(size, "__index__") for size in _sequence(shape, "shape", "ints")):
+        sizes = () if shape is None else _sequence(shape, "shape", "ints")
+        if not all(hasattr(size, "__index__") and not isinstance(size, bool) for size in sizes):
             raise ValueError(f"shape is a list or tuple of ints, not {shape}.")
         data = self._read(key, group, rank)
         return [self._viewed(torch.from_numpy(layer), dtype, shape) for layer in self._layers(data, group, rank)]
@@ -257,7 +258,7 @@ class BlockClient(Closing):
         Raises ValueError if a key, the group or the limit does not fit.
         """
         self.namespace.check_group(group)
-        if not isinstance(limit, int) or not 1 <= limit <= 4096:
+        if not is_int(limit) or not 1 <= limit <= 4096:
             raise ValueError(f"A page has 1 to 4096 keys, not {limit}.")
         size = self.namespace.key_bytes
         if prefix_of is not None:

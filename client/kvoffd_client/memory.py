@@ -38,7 +38,7 @@ class SharedMemory(Closing):
     """
 
     def __init__(self, size_bytes: int, name: str = "kvoffd-client") -> None:
-        if size_bytes < 1:
+        if isinstance(size_bytes, bool) or size_bytes < 1:
             raise ValueError(f"Shared memory needs at least one byte, not {size_bytes}.")
         self.size_bytes = size_bytes
         self.fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)

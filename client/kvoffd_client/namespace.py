@@ -19,6 +19,11 @@ def canonical_json(value: object) -> str:
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
 
 
+def is_int(value: object) -> bool:
+    """Return whether a value is an int, but not True or False: Python counts them as ints, the daemon does not."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
 def fingerprint_of(canonical: str) -> bytes:
     return hashlib.sha256(canonical.encode()).digest()
 
@@ -45,7 +50,7 @@ class NamespaceSpec:
 
     def check_group(self, group: int) -> None:
         """Raise ValueError if the namespace has no group of this index."""
-        if not isinstance(group, int):
+        if not is_int(group):
             raise ValueError(f"group is an int, not {type(group).__name__}.")
         if not 0 <= group < len(self.groups):
             raise ValueError(f"The namespace has groups 0 to {len(self.groups) - 1}, not {group}.")

@@ -27,7 +27,7 @@ from kvoffd_client.errors import (
     why_unreachable,
 )
 from kvoffd_client.lifeline_stream import NEVER
-from kvoffd_client.namespace import NamespaceSpec
+from kvoffd_client.namespace import NamespaceSpec, is_int
 from kvoffd_proto import lifeline
 from kvoffd_proto import messages as m
 from kvoffd_proto.codec import CODEC_ERRORS, decode_request, encode
@@ -77,7 +77,7 @@ class ClientOptions:
     """Timeouts of one client, positive, in seconds.
 
     Raises:
-        ValueError: a value is not positive; the message names it.
+        ValueError: a value is not a positive number; the message names it.
     """
 
     handshake_timeout_s: float = 5.0
@@ -91,8 +91,9 @@ class ClientOptions:
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            if not getattr(self, field.name) > 0:
-                raise ValueError(f"The client option {field.name} must be positive; it is {getattr(self, field.name)}.")
+            value = getattr(self, field.name)
+            if not (isinstance(value, float) or is_int(value)) or not value > 0:
+                raise ValueError(f"The client option {field.name} must be a positive number; it is {value!r}.")
 
 
 DEFAULT_OPTIONS = ClientOptions()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -13,7 +13,7 @@ from kvoffd_client.cuda_export import GpuSegment
 from kvoffd_client.errors import KvoffdClientError, RequestRefused
 from kvoffd_client.lifeline_stream import NEVER
 from kvoffd_client.memory import Registration
-from kvoffd_client.namespace import NamespaceSpec
+from kvoffd_client.namespace import NamespaceSpec, is_int
 from kvoffd_client.session import (
     CONNECTED,
     DEFAULT_OPTIONS,
@@ -96,10 +96,10 @@ class Job:
 
     def check(self, namespace: NamespaceSpec, blocks_per_key: int) -> None:
         """Raise ValueError if it cannot be a job of a worker of this namespace."""
-        if not isinstance(self.job_id, int) or not 0 <= self.job_id < FIRST_PART_ID:
+        if not is_int(self.job_id) or not 0 <= self.job_id < FIRST_PART_ID:
             raise ValueError(f"Job ids are numbers from 0 to {FIRST_PART_ID - 1}; {self.job_id!r} is not.")
         lease_id, is_store = self.lease_id, self.lease_id is None
-        if lease_id is not None and (not isinstance(lease_id, int) or not m.MIN_LEASE_ID <= lease_id <= m.MAX_LEASE_ID):
+        if lease_id is not None and (not is_int(lease_id) or not m.MIN_LEASE_ID <= lease_id <= m.MAX_LEASE_ID):
             raise ValueError(f"The load {self.job_id} has no lease of a lookup, but {lease_id!r}.")
         if not isinstance(self.keep_lease, bool):
             raise ValueError(f"keep_lease is True or False, not {self.keep_lease!r}.")
@@ -111,7 +111,7 @@ class Job:
                     "Block ids are bytes, 4 for each; GroupTransfer.of(keys, block_ids) makes them from a list."
                 )
             blocks, first = len(one.block_ids) // m.BLOCK_ID_BYTES, one.first_block
-            if not isinstance(first, int):
+            if not is_int(first):
                 raise ValueError(f"first_block is an int, not {type(first).__name__}.")
             if (count or blocks or first) and not m.blocks_fit(count, blocks, first, blocks_per_key, store=is_store):
                 raise ValueError(
@@ -236,12 +236,17 @@ def submit_of(
     )
 
 
+ONE_IS_WRONG = (ErrorCode.BAD_KEYS, ErrorCode.BAD_BLOCK_IDS)
+"""Refusals of a message for what one of its jobs has."""
+
+
 class Sent(NamedTuple):
-    """A job, or a part of one, that was sent and has no result."""
+    """A job, or a part of one, that was sent and has no result. ``sole``: as its message's."""
 
     job: Job
     of_job: int
     request_id: int
+    sole: int
 
 
 @dataclass(slots=True)
@@ -328,12 +333,12 @@ class WorkerClient(Session):
 
         Raises:
             ValueError: a job of the same id is unfinished, or a field of a job has a wrong type, length or value. No
-                job is started then. The daemon looks at the keys and block ids: they fail jobs, not this call.
+                job is started then. The daemon looks at the keys and block ids: a wrong one fails its job alone.
         """
         namespace = self._namespace
         for job in jobs:
             job.check(namespace, self._registration.blocks_per_key)
-        if not isinstance(sole, int) or not 0 <= sole <= m.MAX_SOLE:
+        if not is_int(sole) or not 0 <= sole <= m.MAX_SOLE:
             raise ValueError(f"sole is a number from 0 to {m.MAX_SOLE}, not {sole!r}.")
         ids = {job.job_id for job in jobs}
         with self._transport.lock:
@@ -362,13 +367,7 @@ class WorkerClient(Session):
             all_parts = [part for job in jobs for part in parts_of.get(job.job_id, ())]
             of_job = {part.job_id: job_id for job_id, parts in parts_of.items() for part, _ in parts}
             for batch in batches_of(all_parts, limits):
-                request_id = self._next_request_id()
-                self._sent.update({part.job_id: Sent(part, of_job[part.job_id], request_id) for part in batch})
-                message = submit_of(request_id, self._registration_id, namespace.key_bytes, batch, self._sequence, sole)
-                if (refused := self._send(message)) is not None:
-                    code = refused.code if isinstance(refused, RequestRefused) else ErrorCode.TOO_MANY
-                    self._fail_sent([job.job_id for job in batch], code)
-                    self._transport.notify()
+                self._send_jobs(batch, of_job, sole)
 
     def take_results(self) -> list[m.JobResult]:
         """Return the results since the last call, including those that have arrived and were not read yet."""
@@ -457,6 +456,16 @@ class WorkerClient(Session):
         parts = job.parts(namespace, self._registration.blocks_per_key, most, self._next_part_id)
         self._next_part_id += len(parts)
         return [(part, part.size(namespace)) for part in parts]
+
+    def _send_jobs(self, jobs: Sequence[Job], of_job: Mapping[int, int], sole: int) -> None:
+        """Send jobs, or parts of the jobs ``of_job``, in one message. If it cannot be sent, they fail."""
+        request_id, key_bytes = self._next_request_id(), self._namespace.key_bytes
+        self._sent.update({job.job_id: Sent(job, of_job[job.job_id], request_id, sole) for job in jobs})
+        message = submit_of(request_id, self._registration_id, key_bytes, jobs, self._sequence, sole)
+        if (refused := self._send(message)) is not None:
+            code = refused.code if isinstance(refused, RequestRefused) else ErrorCode.TOO_MANY
+            self._fail_sent([job.job_id for job in jobs], code)
+            self._transport.notify()
 
     def _refuse(self, jobs: Sequence[Job], code: ErrorCode) -> None:
         self._results += [m.JobResult(job.job_id, False, 0, 0.0, code, job.keys) for job in jobs]
@@ -613,11 +622,15 @@ class WorkerClient(Session):
             self.disconnect(f"The daemon answered Results with {type(reply).__name__}.", now)
 
     def _on_unexpected_refusal(self, reply: m.Error, refusal: RequestRefused, now: float) -> None:
-        refused = [job_id for job_id, sent in self._sent.items() if sent.request_id == reply.request_id]
-        if refused:
-            self._fail_sent(refused, reply.code)
-        else:
+        refused = {job_id: sent for job_id, sent in self._sent.items() if sent.request_id == reply.request_id}
+        if not refused:
             super()._on_unexpected_refusal(reply, refusal, now)
+        elif len(refused) > 1 and reply.code in ONE_IS_WRONG and self._phase is Phase.READY:
+            # The daemon has begun none of them: each goes out alone, so that the wrong one fails alone.
+            for job_id, sent in refused.items():
+                self._send_jobs([sent.job], {job_id: sent.of_job}, sent.sole)
+        else:
+            self._fail_sent(refused, reply.code)
 
     # --- hooks of Session -------------------------------------------------------------------------
 

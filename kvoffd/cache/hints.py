@@ -235,17 +235,18 @@ class HintedOrder:
         others were displaced."""
         target = most_bytes - len(blocks) * block_bytes
         if within.retained_bytes > target:
-            self._displace(wish, max(0, target), within)
+            self._displace(wish, max(0, target), within, max(0, most_bytes - within.retained_bytes))
         return blocks[: max(0, most_bytes - within.retained_bytes) // max(1, block_bytes)]
 
-    def _displace(self, wish: Wish, target: int, within: Namespace | HintedOrder) -> None:
+    def _displace(self, wish: Wish, target: int, within: Namespace | HintedOrder, free: int) -> None:
         """End retentions for a wish, until those of a namespace, or all, have at most ``target`` bytes.
 
         They are of lower priority, and of its session or of one that has more than its share. Of such a session they
-        may be of any priority while the wish's own session has less than its share.
+        may be of any priority while the wish's own session has less than its share, ``free`` bytes included: it gets
+        these in any case.
         """
         share = self._most_bytes // len({*self._retained_bytes_of, wish.session})
-        left, may_take = ENDED_AT_ONCE, share - self._retained_bytes_of.get(wish.session, 0)
+        left, may_take = ENDED_AT_ONCE, share - self._retained_bytes_of.get(wish.session, 0) - free
         for priority, session in sorted(self._ranked):
             own, lower = session == wish.session, priority < wish.priority
             if own and not lower:
@@ -423,7 +424,7 @@ class HintedOrder:
 
     def admit(self, group: Group, keys: bytes, starts: Sequence[int]) -> Admission:
         """As the policy's; keys of blocks that a hint retains are always admitted, with those before them in their
-        chains, without which no lookup finds them."""
+        chains, without which no lookup finds them. Of what earlier stores of the prompt offered nothing is known."""
         runs, lowest = self._policy.admit(group, keys, starts)
         if self._awaited:
             scores = [score for length, score in runs for _ in range(length)]

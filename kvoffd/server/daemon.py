@@ -397,8 +397,8 @@ class Daemon:
                 self._policy_file.close,
                 self._service.save_totals,
                 self._state.file.close,
-                partial(self._end_copies, self._host_engine.close),
-                partial(self._end_copies, self._gpus.stop),
+                partial(self._end_use, self._host_engine.close, ENGINE_CLOSE_S),
+                partial(self._end_use, self._gpus.stop, ENGINE_CLOSE_S),
                 self._sockets.finish_posted,
                 self._lifelines.close,
                 self._page_faulter.close,
@@ -407,23 +407,20 @@ class Daemon:
             )
         )
 
-    def _end_use(self, close: Callable[[float], bool], timeout_s: float) -> bool:
+    def _end_use(self, close: Callable[[float], bool], timeout_s: float) -> None:
         """End what uses the pool. If that does not end, or raises, the pool stays mapped until the process exits."""
         was_stuck, self.copy_stuck = self.copy_stuck, True
         has_ended = close(timeout_s)
         self.copy_stuck = was_stuck or not has_ended
-        return has_ended
-
-    def _end_copies(self, close: Callable[[float], bool]) -> None:
-        if not self._end_use(close, ENGINE_CLOSE_S):
-            logger.warning("A copy does not end; its memory stays mapped until the process exits.")
 
     async def _close_pool(self) -> None:
-        """Unmap the pool, unless a copy that hangs still uses it."""
+        """Unmap the pool, unless something that hangs may still use it."""
         self._stop.set()
         if self._page_mapper is not None:
             await self._page_mapper
-        if not self.copy_stuck:
+        if self.copy_stuck:
+            logger.warning("A copy, a disk or a GPU does not end; the pool stays mapped until the process exits.")
+        else:
             self._pool.close()
 
 

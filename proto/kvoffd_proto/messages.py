@@ -618,6 +618,8 @@ class GroupTransfer(NamedTuple):
     @classmethod
     def of(cls, keys: Sequence[bytes], block_ids: Sequence[int], group: int = 0, first_block: int = 0) -> GroupTransfer:
         """Return a transfer of keys and the engine blocks that they cover. Raises ValueError for invalid ids."""
+        if bool in map(type, block_ids):
+            raise ValueError("Block ids are whole numbers below 2^31, not True or False.")
         try:
             ids = struct.pack(f"<{len(block_ids)}i", *block_ids)
         except struct.error as error:

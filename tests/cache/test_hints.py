@@ -406,6 +406,23 @@ def test_each_session_has_its_share_whatever_the_priority() -> None:
     assert rig.there(*range(12)) == [*range(8)], "the root first"
 
 
+@pytest.mark.parametrize("of_quota", [False, True])
+def test_a_session_takes_nothing_of_another_beyond_its_share(of_quota: bool) -> None:
+    """What nobody retains counts as its own: it needs no more of what others retain than its share lacks then."""
+    rig = Hinted()
+    rig.put(*range(100, 109))
+    rig.put(*range(200, 202))
+    rig.put(*range(8))
+    if of_quota:
+        rig.cache.quotas[rig.namespace.fingerprint] = BLOCKS * rig.unit
+    for session, first, blocks in ((2, 100, 9), (3, 200, 2)):
+        rig.hint("retain", *range(first, first + blocks), priority=100, giver=session, session=session)
+    rig.hint("retain", *range(8), priority=0)
+    by_session = rig.cache.order._retained_bytes_of
+    assert by_session == {1: 5 * rig.unit, 2: 9 * rig.unit, 3: 2 * rig.unit}
+    check_invariants(rig.cache)
+
+
 @pytest.mark.parametrize("session", [1, 2])
 def test_awaited_keys_of_one_giver_do_not_push_out_another_s(session: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvoffd.cache.awaited_keys.MAX_AWAITED", 64)

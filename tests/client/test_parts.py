@@ -30,8 +30,9 @@ def test_memory_is_zeroed_shared_and_cannot_be_resized() -> None:
         assert os.pread(memory.fd, 1, 9_999) == b"\7"
         # Sealed against more seals too: one against writing would keep the daemon from mapping it for loads.
         assert fcntl.fcntl(memory.fd, fcntl.F_GET_SEALS) == fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-    with pytest.raises(ValueError, match="at least one byte"):
-        SharedMemory(0)
+    for wrong in (0, True):
+        with pytest.raises(ValueError, match="at least one byte"):
+            SharedMemory(wrong)
 
 
 @pytest.mark.parametrize("old_kernel", [False, True])
@@ -102,9 +103,9 @@ def test_a_named_namespace_depends_on_all_its_arguments_and_an_option_is_refused
     ]
     assert len({spec.fingerprint for spec in [base, *others]}) == len(others) + 1
     assert len(base.fingerprint) == 32
-    for wrong in (0, float("nan")):
+    for wrong in (0, float("nan"), True, "1"):
         with pytest.raises(ValueError, match="request_timeout_s"):
-            ClientOptions(request_timeout_s=wrong)
+            ClientOptions(request_timeout_s=wrong)  # type: ignore[arg-type]
 
 
 HEAVY = {"msgspec", "numpy", "zmq"}

@@ -751,10 +751,12 @@ def test_jobs_of_many_groups_go_out_in_frames_that_the_daemon_takes(worker: Work
         (Job(1, [GroupTransfer(0, b"", b"")]), "has no keys"),
         (Job(-1, TRANSFER), "Job ids are numbers from 0"),
         (Job("1", TRANSFER), "Job ids are numbers from 0"),  # type: ignore[arg-type]
+        (Job(True, TRANSFER), "Job ids are numbers from 0"),
         (Job(1, TRANSFER, 0), "has no lease of a lookup, but 0"),
         (Job(1, TRANSFER, 2**32, 1), "keep_lease is True or False, not 1"),  # type: ignore[arg-type]
         (Job(1, TRANSFER * 2), "A group comes twice"),
         (Job(1, [GroupTransfer("0", b"k" * 64, bytes(8))]), "group is an int, not str"),  # type: ignore[arg-type]
+        (Job(1, [GroupTransfer(False, b"k" * 64, bytes(8))]), "group is an int, not bool"),
         (Job(1, [GroupTransfer(1, b"k" * 64, bytes(8))]), "groups 0 to 0, not 1"),
         (Job(1, [GroupTransfer(0, "k" * 64, bytes(8))]), "are bytes, end to end, not str"),  # type: ignore[arg-type]
         (Job(1, [GroupTransfer(0, b"k" * 63, bytes(8))]), "whole number"),
@@ -763,6 +765,7 @@ def test_jobs_of_many_groups_go_out_in_frames_that_the_daemon_takes(worker: Work
         (Job(1, [GroupTransfer(0, b"k" * 64, bytes(4))]), "1 block ids from block 0 on do not fit 2 keys"),
         (Job(1, [GroupTransfer(0, b"k" * 64, bytes(12), -1)]), "from block -1 on do not fit"),
         (Job(1, [GroupTransfer(0, b"k" * 64, bytes(8), 0.0)]), "first_block is an int, not float"),  # type: ignore[arg-type]
+        (Job(1, [GroupTransfer(0, b"k" * 64, bytes(8), False)]), "first_block is an int, not bool"),
         (Job(1, [GroupTransfer(0, b"k" * 64, bytes(8), 0, bytes(32))]), "2 keys have 64 bytes of parents, or none"),
         (Job(1, [GroupTransfer(0, b"k" * 64, bytes(8), 0, bytes(64), bytes(60))]), "2 keys have 64 bytes of tokens"),
         (Job(1, [GroupTransfer(0, b"k" * 64, bytes(8), before=b"k")]), "32 bytes of the key before them"),
@@ -774,10 +777,43 @@ def test_a_job_that_is_none_is_refused_before_any_is_sent(
     """The daemon refuses a message as a whole: all jobs of the step would fail."""
     with pytest.raises(ValueError, match=sentence):
         submit(worker, link, 0.0, Job(7, TRANSFER), wrong)
-    for sole in (-1, 2**62, "1"):
+    for sole in (-1, 2**62, "1", True):
         with pytest.raises(ValueError, match="sole is a number from 0"):
             worker.submit([Job(7, TRANSFER)], sole=sole)  # type: ignore[arg-type]
     assert (worker.unfinished, worker._sent, worker._results, link.count(m.Submit)) == (0, {}, [], 0)
+
+
+@pytest.mark.parametrize("code", [ErrorCode.BAD_KEYS, ErrorCode.BAD_BLOCK_IDS])
+def test_a_job_that_the_daemon_refuses_fails_alone(worker: WorkerClient, link: PaperLink, code: ErrorCode) -> None:
+    """The daemon refuses a message as a whole and has begun no job of it, so the others are sent again."""
+    link.time = 0.0
+    worker.submit([Job(1, TRANSFER), Job(2, TRANSFER, 1 << 32), Job(3, TRANSFER)], sole=7)
+    worker.tick(JOB_PATIENCE_S)
+    asked = link.last(m.Results)
+    worker.on_reply(m.Error(link.last(m.Submit).request_id, code, "Not 2."), 1.1)
+    first, *alone = [one for one in link.sent if isinstance(one, m.Submit)]
+    assert [[job.job_id for job in jobs] for jobs in jobs_sent(link)] == [[2, 1, 3], [1], [2], [3]]
+    assert {one.sole for one in alone} == {first.sole} == {7}
+    worker.on_reply(m.ResultsReply(asked.request_id, [], []), 1.1)
+    assert not worker._results, "the daemon was asked before they went out again"
+    worker.on_reply(m.Error(alone[1].request_id, code, "Not 2."), 1.2)
+    publish(worker, completions(1, 1, 3), 1.3)
+    assert [(one.job_id, one.error) for one in worker._results] == [(2, code), (1, None), (3, None)]
+    assert (len([one for one in link.sent if isinstance(one, m.Submit)]), worker._sent) == (4, {})
+
+
+@pytest.mark.parametrize("code", [ErrorCode.UNKNOWN_REGISTRATION, ErrorCode.TOO_MANY])
+def test_a_refusal_of_no_single_job_fails_all(worker: WorkerClient, link: PaperLink, code: ErrorCode) -> None:
+    submit(worker, link, 0.0, Job(1, TRANSFER), Job(2, TRANSFER))
+    worker.on_reply(m.Error(link.last(m.Submit).request_id, code, "No."), 0.1)
+    assert [(one.job_id, one.error) for one in worker._results] == [(1, code), (2, code)]
+    assert link.count(m.Submit) == 1
+
+
+def test_true_is_no_block_id() -> None:
+    """struct packs it as 1, the block of another request."""
+    with pytest.raises(ValueError, match="not True or False"):
+        GroupTransfer.of([b"k" * 32] * 2, [0, True])
 
 
 @pytest.mark.parametrize("first", [-1, 2**32])

@@ -153,6 +153,13 @@ WRONG: dict[str, tuple[Callable[[BlockClient, list[list[Any]]], object], type[Ex
     ),
     "rank as text": (lambda blocks, kv: blocks.get(KEYS[0], rank="1"), ValueError, "rank is an int, not str"),  # type: ignore[arg-type]
     "group as text": (lambda blocks, kv: blocks.get(KEYS[0], group="0"), ValueError, "group is an int, not str"),  # type: ignore[arg-type]
+    "rank as truth": (lambda blocks, kv: blocks.get(KEYS[0], rank=True), ValueError, "rank is an int, not bool"),
+    "group as truth": (lambda blocks, kv: blocks.get(KEYS[0], group=False), ValueError, "group is an int, not bool"),
+    "shape with truth": (
+        lambda blocks, kv: blocks.get(KEYS[0], shape=(True, 4096)),
+        ValueError,
+        r"ints, not \(True, 4096\)",
+    ),
     "text for a key": (
         lambda blocks, kv: blocks.get("x" * 32),  # type: ignore[arg-type]
         ValueError,

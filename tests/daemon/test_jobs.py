@@ -13,7 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvoffd_client import ErrorCode, SharedMemory
+from kvoffd_client import ErrorCode, GroupTransfer, Job, JobResult, SharedMemory
+from kvoffd_client.testing import FakeEngine
 from tests.kit.checked import CheckedEngine
 from tests.kit.daemon import DaemonProcess
 from tests.kit.waiting import wait_until
@@ -244,6 +245,16 @@ def test_a_load_of_keys_that_are_not_there_fails_and_names_them(
     failed = worker.load(cache, scheduler.lease(1), keys(1, 3), [8, 9])
     assert (failed.ok, failed.error, failed.nbytes, failed.failed) == (False, "not_ready", 0, keys(3))
     assert memory.view.tobytes() == before
+
+
+def test_a_wrong_block_id_fails_its_job_and_no_other_of_the_step(shared_daemon: DaemonProcess) -> None:
+    with FakeEngine(shared_daemon.directory, "step", blocks=8) as fake_engine:
+        worker, results = fake_engine.workers[0], dict[int, JobResult]()
+        blocks_of = {1: [0], 2: [8], 3: [1]}
+        worker.submit([Job(number, [GroupTransfer.of(keys(number), of)]) for number, of in blocks_of.items()])
+        wait_until(lambda: results.update((one.job_id, one) for one in worker.take_results()) or len(results) == 3)
+        assert {number: one.error for number, one in results.items()} == {1: None, 2: ErrorCode.BAD_BLOCK_IDS, 3: None}
+        assert [fake_engine.lookup(keys(number)) for number in blocks_of] == [1, 0, 1]
 
 
 def test_a_lease_that_is_released_is_unknown(

@@ -1,4 +1,4 @@
-"""What the pages name exists: metrics, commands and their options."""
+"""What the pages name exists: metrics, commands and their options, programs and targets of the Makefile."""
 
 from __future__ import annotations
 
@@ -20,10 +20,17 @@ PAGES = (
     "README.md",
     "FAQ.md",
     "client/README.md",
+    "client/COMPARISON.md",
+    "client/ENGINE.md",
     "deploy/README.md",
+    "deploy/FLEET.md",
+    "deploy/RELEASE.md",
     "deploy/SECURITY.md",
     "deploy/shared.md",
     "deploy/peers.md",
+    "RELIABILITY.md",
+    "tests/README.md",
+    "tests/bench/README.md",
 )
 CONNECTOR = "".join(path.read_text() for path in (ROOT / "client" / "kvoffd_client" / "vllm").glob("*.py"))
 METRICS = {spec.name for spec in all_metrics(None)}
@@ -66,6 +73,15 @@ def test_every_command_exists_with_its_options(page: str) -> None:
         assert set(re.findall(r"(?<!\S)(--[a-z-]+)", rest)) <= options | {"--help"}, f"kvoffd-cli{words}{rest}"
 
 
+@pytest.mark.parametrize("page", PAGES)
+def test_every_program_exists(page: str) -> None:
+    targets = set(re.findall(r"^([a-z-]+):", text_of("Makefile"), re.MULTILINE))
+    assert set(re.findall(r"(?:`|^    )make ([a-z-]+)", text_of(page), re.MULTILINE)) <= targets
+    for name in re.findall(r"python -m (tests(?:\.\w+)+)", text_of(page)):
+        place = ROOT.joinpath(*name.split("."))
+        assert place.with_suffix(".py").exists() or (place / "__main__.py").exists(), name
+
+
 def test_a_clear_names_what_it_clears() -> None:
     """``clear --all-nodes`` alone, on a page or in a message, is no command that works."""
     wrong = re.compile(r"clear[\s\"]+--all-nodes")
@@ -95,9 +111,7 @@ def test_what_two_pages_measure_is_one_figure_with_its_record() -> None:
     assert record in row
 
 
-@pytest.mark.parametrize(
-    "page", [*PAGES, "client/COMPARISON.md", "client/ENGINE.md", "deploy/RELEASE.md", "RELIABILITY.md"]
-)
+@pytest.mark.parametrize("page", PAGES)
 def test_links_lead_somewhere(page: str) -> None:
     here = (ROOT / page).parent
     for target in re.findall(r"\]\((?!https?://)([^)\s]+)\)", text_of(page)):

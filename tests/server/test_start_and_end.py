@@ -261,10 +261,22 @@ def test_an_end_that_fails_keeps_the_pool(directory: Path, monkeypatch: pytest.M
     daemon._pool.close()
 
 
-@pytest.mark.parametrize("hangs", ["close disks", "end copies", "end copies of GPUs", "release GPUs"])
-def test_what_hangs_keeps_the_pool_and_the_lock(directory: Path, monkeypatch: pytest.MonkeyPatch, hangs: str) -> None:
+HANGING = [
+    ["close disks"],
+    ["end copies"],
+    ["end copies of GPUs"],
+    ["release GPUs"],
+    ["end copies", "end copies of GPUs"],
+]
+
+
+@pytest.mark.parametrize("hanging", HANGING, ids=" and ".join)
+def test_what_hangs_keeps_the_pool_and_the_lock(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, hanging: list[str]
+) -> None:
     """Until the process is gone: a successor would take memory in which a copy still writes."""
-    daemon, done = life(directory, monkeypatch, **{hangs.replace(" ", "_"): lambda *_: False})
+    daemon, done = life(directory, monkeypatch, **{what.replace(" ", "_"): lambda *_: False for what in hanging})
+    assert sum("stays mapped" in text for text in caplog.messages) == 1
     assert daemon.copy_stuck
     assert "unmap the pool" not in done
     assert {what for *_, what in END} - {*done} == {"unmap the pool"}, "all others ended"

@@ -26,7 +26,7 @@ WORDS = {
     r"\bin vain\b": "`without success`",
     r"\b(meanwhile|(in the )?meantime)\b": "`by then`, or `since then`",
     r"\blest\b": "`so that ... not`",
-    r"(?<!-)\bbeside\b(?!:)": "`besides`, `next to`, or `in addition to`",
+    r"(?<!-)\bbeside\b": "`besides`, `next to`, or `in addition to`",
     r"\b(?<!make\s)room\b": "`space`",
     r"\bin place of\b": "`instead of`",
     r"\bas ever\b": "`as before`",

@@ -30,7 +30,7 @@ from tests.kit.waiting import wait_until
 from tests.kit.wire import reported
 from tests.vllm.test_engine_faults import TCP
 
-pytestmark = [pytest.mark.engine, pytest.mark.beside, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engine, pytest.mark.concurrent, pytest.mark.timeout(600)]
 
 MIXED = 80 * TIMES
 """Prompts of a mix for each change."""

@@ -262,6 +262,32 @@ def test_a_prompt_whose_load_is_too_slow_computes_though_a_load_before_it_waits_
     assert not waits.num_computed_tokens
 
 
+@pytest.mark.parametrize("parameters", [None, {"max_load_tokens": 4096}], ids=["not scanned", "scanned"])
+def test_a_prompt_whose_lease_is_over_computes_what_is_gone_though_a_load_before_it_waits_for_space(
+    make: Make, monkeypatch: pytest.MonkeyPatch, parameters: dict[str, int] | None
+) -> None:
+    """It is asked again: its old answer says nothing of what can be loaded."""
+    monkeypatch.setattr("kvoffd_client.vllm.request_lookups.CHECKED_AHEAD", 0)  # as behind many others
+    engine = make(FULL, WINDOW, blocks=301, max_model_len=8192)
+    engine.held = {"first"}
+    first, waits = engine.add("first", prompt(0, 200)), engine.add("waits", prompt(1, 240))
+    have(engine, first, waits)
+    for _ in range(3):
+        engine.step()
+    gone = engine.add("gone", prompt(2, 32), parameters=parameters)
+    have(engine, gone)
+    scanned = scans_of(engine)
+    for _ in range(3):
+        engine.step()
+    assert not engine.ran, "it waits behind the other load"
+    assert ("gone" in scanned) == (parameters is not None)
+    engine.there -= {bytes(one) for one in gone.block_hashes}
+    engine.client.asked[-1][0].stale_at = engine.clock.now
+    engine.end([gone], 5)
+    assert engine.loaded == []
+    assert not waits.num_computed_tokens
+
+
 @pytest.mark.parametrize("for_space", [True, False])
 def test_a_prompt_that_waits_for_loads_costs_a_step_little_however_many_run(make: Make, for_space: bool) -> None:
     lines = {}

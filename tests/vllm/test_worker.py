@@ -361,6 +361,27 @@ def test_jobs_that_fail_say_why_and_with_which_keys() -> None:
     assert worker.take_failed_requests() == set()
 
 
+@pytest.mark.parametrize("is_gpu", [False, True])
+def test_a_job_that_the_client_refuses_fails_alone(is_gpu: bool, gpu: Gpu) -> None:
+    client = gpu.clients[0]
+    worker = gpu.worker if is_gpu else make_worker(lambda _: client)
+    worker.join(ONE)
+    take = client.submit
+
+    def submit(jobs: list[Job]) -> None:
+        if any(job.job_id == 2 for job in jobs):
+            raise ValueError("A group comes twice in the job 2.")
+        take(jobs)
+
+    client.submit = submit  # type: ignore[method-assign, assignment]
+    for job_id in (1, 2, 3):
+        worker.submit_store(job_id, BLOCKS, KEYED)
+    worker.flush()
+    gpu.end_kernels()
+    wait_until(lambda: client.messages == [[1], [3]])
+    assert codes(worker) == {2: ErrorCode.BAD_KEYS}
+
+
 def test_a_worker_without_shareable_memory_fails_every_job() -> None:
     connect = Mock(side_effect=NotShareable("The driver gives no handle."))
     worker = make_worker(connect)

@@ -229,23 +229,24 @@ class PromptWaits:
         Before ``prepare_scan``, that is by what is known: an answer that has come since is not taken yet.
         """
         found = state.wait.found
-        if found is None or state.answer is None or found.basis != self._basis(state, own_tokens):
+        if found is None or state.answer is None or not state.answer.usable:
+            return None
+        if found.basis != self._basis(state, own_tokens):
             return None
         return found
 
     def loadable(self, state: RequestState, own_tokens: int) -> tuple[int, int] | None:
         """Return the fewest and the most tokens that a request's scan could find by the answer that has come. None if
-        nobody can say before ``prepare_scan``: no answer has come, or blocks come up from tiers, which the next answer
-        will show."""
+        nobody can say before ``prepare_scan``: no answer has come, or its lease is over, so that it is asked again, or
+        blocks come up from tiers, which the next answer will show."""
         lookup = state.in_flight
         answer = lookup if lookup is not None and lookup.future.done else state.answer
-        if answer is None or answer.future.failed:
+        if answer is None or answer.future.failed or not answer.usable:
             return None
         self._lookups.read(answer)
         if answer.is_coming and not state.wait.tier.has_ended and any(map(answer.has, state.tiers)):
             return None
-        least = answer.least_tokens - own_tokens if answer.future.stale_at else 0  # nothing of a lease that was lost
-        return max(0, least), max(0, answer.most_tokens - own_tokens)
+        return max(0, answer.least_tokens - own_tokens), max(0, answer.most_tokens - own_tokens)
 
     def take_scan(self, state: RequestState) -> bool:
         """Return whether a request behind another load may be scanned in this step, and count that."""

@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 
 from vllm.v1.kv_offload.base import GPULoadStoreSpec, OffloadingWorker, TransferResult
 
@@ -153,14 +154,26 @@ class KvoffdWorker(OffloadingWorker):
         if self._client is None:
             self._unsent_failures.extend([(job.job_id, ErrorCode.UNKNOWN_REGISTRATION) for job in jobs])
         elif self._sender is None:
-            self._client.submit(jobs)
+            self._send(self._client, jobs)
         else:
             try:
-                self._sender.submit(jobs, self._client.submit, self._fail_unsent)
+                self._sender.submit(jobs, partial(self._send, self._client), self._fail_unsent)
             except RuntimeError as error:  # torch's error for a failed GPU
                 logger.warning_once("kvoffd: jobs were not sent because the GPU failed: %s", error)  # type: ignore[attr-defined]
                 for job in jobs:
                     self._fail_unsent(job, ErrorCode.CANCELLED)
+
+    def _send(self, client: WorkerClient, jobs: list[Job]) -> None:
+        """Submit jobs together. If the client refuses them, submit each alone: a wrong one ends no other, nor vLLM."""
+        try:
+            client.submit(jobs)
+        except ValueError:
+            for job in jobs:
+                try:
+                    client.submit([job])
+                except ValueError as error:
+                    logger.warning_once("kvoffd: a job was not sent because it cannot be one: %s", error)  # type: ignore[attr-defined]
+                    self._fail_unsent(job, ErrorCode.BAD_KEYS)
 
     def _make_job(self, job_id: int, blocks: GPULoadStoreSpec, *, is_store: bool) -> Job | ErrorCode:
         """Return the job of vLLM's blocks and our keys, or an error code if they do not fit.
