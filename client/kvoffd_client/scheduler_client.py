@@ -15,7 +15,7 @@ from msgspec import Struct, structs
 from kvoffd_client.errors import KvoffdClientError, RequestRefused
 from kvoffd_client.lifeline_stream import NEVER
 from kvoffd_client.namespace import NamespaceSpec
-from kvoffd_client.session import DEFAULT_OPTIONS, ClientOptions, ReplyOrError, Session, Transport, check
+from kvoffd_client.session import DEFAULT_OPTIONS, ClientOptions, Phase, ReplyOrError, Session, Transport, check
 from kvoffd_proto import messages as m
 from kvoffd_proto.codec import CODEC_ERRORS
 from kvoffd_proto.events import SEQUENCE_BYTES, AllBlocksCleared, BlockStored, KvEvent, decode_event_batch, kv_topic
@@ -245,10 +245,13 @@ class SchedulerClient(Session):
             self._release(lease_id)
 
     def invalidate(self, groups: Sequence[m.GroupKeys]) -> None:
-        """Have the daemon drop unusable blocks. Does nothing while not connected. Raises ValueError as lookup()."""
+        """Have the daemon drop unusable blocks, be it once it answers again. Does nothing without a session.
+
+        Raises ValueError as lookup().
+        """
         self._count_keys(groups)
         with self._transport.lock:
-            if self.ready and self._limits is not None:
+            if self._phase is Phase.READY and self._limits is not None:
                 for _, keys in self._split(groups):
                     self._send(m.Invalidate(m.NO_REPLY, self._fingerprint, list(keys)))
 
@@ -354,7 +357,9 @@ class SchedulerClient(Session):
             found.stale_at = 0.0
         if lease_id in self._unanswered:
             self._unanswered[lease_id].unwanted = True
-        if self.ready and lease_id:  # messages keep their order: it arrives after its lookup
+        # Also while the daemon does not answer: otherwise it would pin the blocks until the lease expires. Messages keep
+        # their order, so this one arrives after its lookup.
+        if self._phase is Phase.READY and lease_id:
             self._send(m.Release(m.NO_REPLY, [lease_id]))
 
     def _on_answer(
@@ -385,8 +390,7 @@ class SchedulerClient(Session):
         del self._unanswered[found.lease_id]
         if found.unwanted:
             found.pinned = found.ttl_ms = 0
-            # The Release may not have been sent, and a lease lives long.
-            self._release(found.lease_id)
+            self._release(found.lease_id)  # again: the queue may have been full
         elif found.leased:
             # The lease began at some time between sending and now: assume the earliest.
             found.stale_at = sent_at + found.ttl_ms / 2000
