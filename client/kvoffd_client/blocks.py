@@ -242,11 +242,7 @@ class BlockClient(Closing):
             if not was_accepted or time.monotonic() >= deadline:
                 break
             time.sleep(STORE_PAUSE_S)  # until another store of the key ends or is dropped
-        why = next((result.error.sentence for result in results if result.error is not None), "")
-        if not why:
-            rejected = any(result.rejected for result in results)
-            why = f"It is {found.reason}: {MISS_REASONS['rejected' if rejected else found.reason]}."
-        raise KvoffdClientError(f"The block {key.hex()} was not stored. {why}")
+        raise KvoffdClientError(f"The block {key.hex()} was not stored. {_why_not_stored(found, results)}")
 
     def keys(self, prefix_of: Sequence[bytes] | None = None, *, group: int = 0, limit: int = 1024) -> Iterator[bytes]:
         """Yield the keys of the blocks that are in the pool, in no order, in pages of ``limit`` keys.
@@ -436,6 +432,16 @@ class BlockClient(Closing):
                 worker.fence([job_id], 0.0)
             raise
         return results
+
+
+def _why_not_stored(found: BlockFound, results: Sequence[JobResult]) -> str:
+    """Return a sentence for a store with these results, after which this was found."""
+    if (error := next((one.error for one in results if one.error is not None), None)) is not None:
+        return error.sentence
+    if found.state == READY:
+        return "The daemon has it without its first engine blocks, and an engine uses what there is; try again later."
+    reason = "rejected" if any(one.rejected for one in results) else found.reason
+    return f"It is {reason}: {MISS_REASONS[reason]}."
 
 
 def _checksum(data: Bytes) -> bytes:
