@@ -357,8 +357,8 @@ class SchedulerClient(Session):
             found.stale_at = 0.0
         if lease_id in self._unanswered:
             self._unanswered[lease_id].unwanted = True
-        # Also while the daemon does not answer: otherwise it would pin the blocks until the lease expires. Messages keep
-        # their order, so this one arrives after its lookup.
+        # Also while the daemon does not answer: it would pin the blocks until the lease expires. Messages keep their
+        # order, so this one arrives after its lookup.
         if self._phase is Phase.READY and lease_id:
             self._send(m.Release(m.NO_REPLY, [lease_id]))
 

@@ -444,6 +444,22 @@ def test_a_step_of_scrubbing_reads_no_more_than_its_bytes(monkeypatch: pytest.Mo
     assert not scrubber.has_work
 
 
+def test_a_step_of_scrubbing_looks_at_few_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if nothing is left to read, as after a clear: a large pool would keep the loop for long."""
+    rig = CacheRig(units=64, region_units=8)
+    rig.commit(rig.begin(space := rig.open("one"), 0, 0, keys_of(1, 2, 3)))
+    monkeypatch.setattr("kvoffd.server.scrubber._STEP_SLOTS", 1)
+    scrubber = Scrubber(rig.cache, lambda: 0.0)
+    scrubber.start()
+    rig.cache.reset(space)
+    while rig.cache.background():
+        pass
+    for done in range(1, 4):
+        assert not scrubber.next_step()
+        assert scrubber.report(1).done_slots == done
+    assert not scrubber.has_work
+
+
 @pytest.mark.parametrize("slots", [1, 3])
 def test_a_scrub_asked_for_in_the_last_step_of_another_is_that_one(slots: int) -> None:
     """It is still running: its counts stay, and it ends with its last step."""
