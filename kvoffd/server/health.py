@@ -129,19 +129,20 @@ class HealthWatch:
                 "in many pieces: `ss -xp` and `kvoffd-cli clients` show which. End it, or raise the limit "
                 "(LimitNOFILE= in the systemd unit, ulimit -n).",
             )
-        if (file := self.state_file).is_tried and file.problem:
+        if (file := self.state_file).is_tried and file.problem:  # not while it is being written
             yield (
                 "state_unwritable",
                 f"{file.problem}. `clear`, resets and quotas report errors, and a kill may undo them.",
             )
 
     def _full_quota(self) -> str:
-        """Return the namespace whose quota refused the most blocks, as a part of a sentence."""
-        one = max(self.cache.namespaces.values(), key=lambda one: one.counters.no_space["quota"], default=None)
-        quota_bytes = None if one is None else self.cache.quotas.get(one.fingerprint)
-        if one is None or quota_bytes is None:  # it was forgotten, or its quota was removed
+        """Return the namespace whose quota refused the most blocks so far, as a part of a sentence; empty if none of the
+        known ones has a quota any more."""
+        quotas = self.cache.quotas
+        limited = (one for one in self.cache.namespaces.values() if one.fingerprint in quotas)
+        if (one := max(limited, key=lambda one: one.counters.no_space["quota"], default=None)) is None:
             return ""
-        return f" ({one.label} {namespace_id(one.fingerprint)}, at most {format_size(quota_bytes)})"
+        return f" ({one.label} {namespace_id(one.fingerprint)}, at most {format_size(quotas[one.fingerprint])})"
 
     def _missing_ranks(self) -> str:
         """Return the ranks of a namespace that have not registered, as a part of a sentence."""

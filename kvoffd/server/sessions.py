@@ -259,9 +259,9 @@ class SessionTable:
                 self.departed.popitem(last=False)
         self._cache.end_session(session.id)
         session.ended, session.on_released = True, on_released
-        session.release_if_idle()
         self._jobs.abandon(self._jobs.of(session).values())
         session.close_memory()
+        session.release_if_idle()
         self.share_credit()
         if session.role is not None:
             level = logging.DEBUG if session.role is Role.ADMIN else logging.INFO
