@@ -136,8 +136,8 @@ class HealthWatch:
             )
 
     def _full_quota(self) -> str:
-        """Return the namespace whose quota refused the most blocks so far, as a part of a sentence; empty if none of the
-        known ones has a quota any more."""
+        """Return the namespace whose quota refused the most blocks so far, of those that have one now, as a part of a
+        sentence."""
         quotas = self.cache.quotas
         limited = (one for one in self.cache.namespaces.values() if one.fingerprint in quotas)
         if (one := max(limited, key=lambda one: one.counters.no_space["quota"], default=None)) is None:
