@@ -172,7 +172,8 @@ class AdminClient(Session):
         """
         deadline = time.monotonic() + self.timeout_s
         self.poll()  # notices if the daemon has ended since the last call
-        ended, self._retry_at = self._ended_connections, 0.0
+        self._retry_at = 0.0  # an operator's call does not wait for the pause after a failure
+        ended = self._ended_connections
         self._wait(lambda: self.ready or self._ended_connections > ended, deadline)
         if not self.ready:
             raise DaemonUnavailable(self.problem) from self.refusal

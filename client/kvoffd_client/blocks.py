@@ -313,20 +313,19 @@ class BlockClient(Closing):
 
     def _checked(self, kv: Sequence[object], group: int) -> list[Bytes]:
         """Return the bytes of each rank's shard. Raises ValueError if their sizes differ from the namespace's."""
-        count, ranks = self.namespace.world_size, kv
+        count = self.namespace.world_size
         if not isinstance(kv, list | tuple):
             raise ValueError(
                 f"A block is a list of layers, or of lists of layers by rank, not {type(kv).__name__}; "
                 "give list(tensor) if its first dimension is the layers."
             )
-        are_lists = [isinstance(one, list | tuple) for one in kv]
-        if count == 1 and not any(are_lists):
-            ranks = [kv]
-        elif count > 1 and not any(are_lists):
+        is_by_rank = any(isinstance(one, list | tuple) for one in kv)
+        if count > 1 and not is_by_rank:
             shown = f"[layers of rank 0, layers of rank 1{', ...' if count > 2 else ''}]"
             raise ValueError(
                 f"A block of this namespace has {count} ranks; give {shown}, not a list of {len(kv)} layers."
             )
+        ranks = kv if is_by_rank else [kv]
         if len(ranks) != count:
             shown = "1 rank" if count == 1 else f"{count} ranks"
             hint = "; give its list of layers alone" if count == 1 else ""

@@ -102,15 +102,15 @@ class StoredKeys:
     One thread changes it at a time, with the client's lock; others read it without. So ``count`` is raised last.
 
     Attributes:
-        count: number of all keys so far.
-        forgotten: number of those that are not known any more; an answer from before ``count`` reached it may be
+        count: how many keys were stored so far, and so the number of the last one.
+        forgotten: number of the last key that is not remembered; an answer from when ``count`` was lower may be
             outdated in any case.
     """
 
     def __init__(self) -> None:
         self.count = self.forgotten = 0
         self._numbers: dict[bytes, int] = {}
-        """Number of each key when it was stored last, oldest first."""
+        """Number of each remembered key when it was stored last, oldest first."""
 
     def add(self, keys: Iterable[bytes]) -> None:
         """Record that keys were stored."""
@@ -123,7 +123,7 @@ class StoredKeys:
             self.forgotten = self._numbers.pop(oldest)
 
     def forget(self) -> None:
-        """Forget all keys, because some may have been missed."""
+        """Forget all keys, because some may have been missed, which count as one."""
         self._numbers.clear()
         self.forgotten = self.count + 1
         self.count += 1
@@ -134,7 +134,7 @@ class StoredKeys:
         return list(islice(reversed(self._numbers), max(0, self.count - count)))
 
     def was_stored(self, key: bytes, since: int) -> bool:
-        """Return whether a key was stored after ``count`` was ``since``, as far as is remembered."""
+        """Return whether a key was stored after ``count`` was ``since``, if that is remembered."""
         return self._numbers.get(key, 0) > since
 
 

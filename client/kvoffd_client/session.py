@@ -242,7 +242,8 @@ class Session(Closing):
         self._next_expiry = NEVER
         """Lower bound of the deadlines."""
         self._owed_since = NEVER
-        """Time since which replies are due and none has come."""
+        """Time of the oldest request since the last reply, or of that reply if requests are left without one; NEVER if
+        none is. It outlasts requests that fail for their time: without any reply the daemon is silent."""
         self._handshake_deadline = NEVER
         self._role_due = NEVER
         """Latest time for the next _role_tick."""
@@ -394,7 +395,8 @@ class Session(Closing):
         self._transport.notify()
 
     def _expire(self, now: float) -> None:
-        """Fail late requests. Ask for a sign of life if there are any, or if all have failed and no reply came yet."""
+        """Fail late requests. Ask for a sign of life if there are any, or if all have failed and no reply has come
+        since: a reply that was lost must not make the daemon seem silent."""
         late = [request_id for request_id, (deadline, _) in self._pending.items() if deadline <= now]
         for request_id in late:
             entry = self._pending.pop(request_id, None)

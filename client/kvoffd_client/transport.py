@@ -88,6 +88,7 @@ class SocketTransport:
         self._wakes_thread.register(self._messages.fileno(), select.EPOLLIN)
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._sleeping_until = 0.0
+        """Until when the transport's thread sleeps if nothing wakes it; 0.0 while it is awake, or is being woken."""
         self._idle_wakers = [self._new_waker()]
         """Eventfds of threads that have finished waiting, for reuse, with the poll over each and the sockets. The first
         exists from the start: an engine that runs out of descriptors must not fail when it waits."""
@@ -97,6 +98,7 @@ class SocketTransport:
         """Eventfd, or NO_WAKE_FD, of the thread that holds the lock and reads the sockets, and so need not be woken;
         None if no thread does."""
         self._busy_wait_from = 0.0
+        """Time from which ``_poll`` may spin."""
         self._closed = False
         self._last_error = ""
         self._session: Session

@@ -143,21 +143,23 @@ class Job:
 
         Only the last one ends the lease: the daemon has accepted the others by then, and they pin their blocks.
         """
-        key_bytes, parts = namespace.key_bytes, list[list[GroupTransfer]]([[]])
-        left = empty = Size(most.keys, most.nbytes - _empty_job_bytes(namespace))
+        key_bytes, is_store = namespace.key_bytes, self.lease_id is None
+        parts: list[list[GroupTransfer]] = [[]]
+        left = in_new_part = Size(most.keys, most.nbytes - _empty_job_bytes(namespace))
+        """What the last part may still take, and what a part without keys may take."""
         for one in self.groups:
-            count, end = len(one.keys) // key_bytes, 0
-            while end < count:
+            count, begin = len(one.keys) // key_bytes, 0
+            while begin < count:
                 each = key_bytes + blocks_per_key * m.BLOCK_ID_BYTES + (len(one.parents) + len(one.tokens)) // count
-                fitting = min(left.keys, (left.nbytes - TRANSFER_BYTES) // each, count - end)
+                fitting = min(left.keys, (left.nbytes - TRANSFER_BYTES) // each, count - begin)
                 if fitting < 1 and parts[-1]:
                     parts.append([])
-                    left = empty
+                    left = in_new_part
                     continue
-                begin, end = end, end + max(1, fitting)
-                is_store = self.lease_id is None
+                end = begin + max(1, fitting)
                 parts[-1].append(_slice(one, begin, end, key_bytes, blocks_per_key, is_store=is_store))
                 left = Size(left.keys - (end - begin), left.nbytes - TRANSFER_BYTES - (end - begin) * each)
+                begin = end
         return [
             Job(first_id + number, part, self.lease_id, self.keep_lease or part is not parts[-1])
             for number, part in enumerate(parts)
@@ -246,7 +248,7 @@ class Sent(NamedTuple):
 
 @dataclass(slots=True)
 class Unfinished:
-    """A job without a result. ``so_far``: merged results of parts that ended; ``parts``: number of the others."""
+    """A job without a result. ``parts``: how many of it have not ended; ``so_far``: merged results of the others."""
 
     job: Job
     sent_at: float
@@ -304,7 +306,7 @@ class WorkerClient(Session):
 
     @property
     def unfinished(self) -> int:
-        """Number of jobs without a result, taken by take_results() or not."""
+        """Number of jobs without a result; not those whose result waits for take_results()."""
         return len(self._jobs)
 
     def store(self, job_id: int, groups: Sequence[GroupTransfer]) -> None:
@@ -437,7 +439,7 @@ class WorkerClient(Session):
         silence_s = min(silence_s, timeout_s)
         if self._transport.wait(ready, silence_s):
             return True
-        has_replied = self._owed_since > asked_at  # a reply raises the time since which one is due
+        has_replied = self._owed_since > asked_at  # the request set it to this time at most, each reply to a later one
         return has_replied and self._transport.wait(ready, timeout_s - silence_s)
 
     def close(self) -> None:
