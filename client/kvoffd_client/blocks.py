@@ -219,9 +219,7 @@ class BlockClient(Closing):
         sums, deadline = b"".join(map(_checksum, shards)), time.monotonic() + self._timeout_s
         while True:
             with self._leased([key], group):  # brings it up from a tier, to compare it
-                found = self._find(key, group)
-                if self._is_whole(found):
-                    self._check_same(key, found, sums)
+                if self._is_there(key, self._find(key, group), sums):
                     return False
             for parts, data in zip(self._shard_bytes, shards, strict=True):
                 parts[group][:] = data
@@ -232,8 +230,7 @@ class BlockClient(Closing):
                 raise
             # Nothing was copied if the daemon has the block by now, or another client is storing it.
             has_copied, found = any(result.bytes for result in results), self._find(key, group)
-            if self._is_whole(found):
-                self._check_same(key, found, sums)
+            if self._is_there(key, found, sums):
                 return has_copied
             if has_copied:  # the shards of some ranks
                 self._scheduler.invalidate([GroupKeys(group, key)])
@@ -352,13 +349,16 @@ class BlockClient(Closing):
         """Return whether all ranks' shards are there, from the key's first engine block on."""
         return found.state == READY and not found.first_block
 
-    def _check_same(self, key: bytes, found: BlockFound, checksums: bytes) -> None:
-        """Raise KvoffdClientError if the daemon's block has other bytes than those with these checksums."""
+    def _is_there(self, key: bytes, found: BlockFound, checksums: bytes) -> bool:
+        """Return whether the daemon has the whole block. Raises KvoffdClientError if that has other checksums."""
+        if not self._is_whole(found):
+            return False
         if found.checksums != checksums:
             raise KvoffdClientError(
                 f"The daemon has a block {key.hex()} with other bytes, which stays; a key stands for the tokens up to "
                 "its block, so one of the two is wrong. Put yours under another key."
             )
+        return True
 
     @contextmanager
     def _leased(self, keys: Sequence[bytes], group: int) -> Iterator[LookupFuture]:
