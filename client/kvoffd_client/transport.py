@@ -94,7 +94,7 @@ class SocketTransport:
         self._messages_for_thread.register(self._messages.fileno(), select.EPOLLIN)
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._sleeping_until = 0.0
-        """Until when the transport's thread sleeps if nothing wakes it; 0.0 while it is awake, or is being woken."""
+        """Time at which the transport's thread wakes by itself; 0.0 while it is awake, or is being woken."""
         self._idle_wakers = [self._new_waker()]
         """Eventfds of threads that have finished waiting, for reuse, with the poll over each and the sockets. The first
         exists from the start: an engine that runs out of descriptors must not fail when it waits."""

@@ -146,7 +146,7 @@ class Job:
         key_bytes, is_store = namespace.key_bytes, self.lease_id is None
         parts: list[list[GroupTransfer]] = [[]]
         left = in_new_part = Size(most.keys, most.nbytes - _empty_job_bytes(namespace))
-        """What the last part may still take, and what a part without keys may take."""
+        """Space in the last part, and in one without keys."""
         for one in self.groups:
             count, begin = len(one.keys) // key_bytes, 0
             while begin < count:

@@ -39,7 +39,7 @@ class Scrubber:
         self._slots = slots
         """Slots of the current or last pass: those in use when it began."""
         self._done = 0
-        """How many of them were compared, or were freed since."""
+        """Number of them that were compared, or were freed since."""
         self._step_end: int | None = None
         """``_done`` after the step that is being read; None if none is, or if it is a step of unverified slots, which
         are of no pass."""
