@@ -291,7 +291,7 @@ class SchedulerClient(Session):
         problem: str = "",
         late_age_s: float = 0.0,
     ) -> None:
-        """Report the prefill rate in tokens per second, and counts since the last call.
+        """Report the prefill rate in tokens per second, and counts since the last call, which are lost without a session.
 
         ``late_lookups``: lookups that the engine gave up. ``unknown_hints``: hints that are not known or cannot be
         read. ``problem``: why the engine stores and loads nothing. ``late_age_s``: mean time since the late lookups.
@@ -303,7 +303,7 @@ class SchedulerClient(Session):
         message = m.ReportEngine(m.NO_REPLY, self._fingerprint, *fields)
         check(message)
         with self._transport.lock:
-            if self.ready:
+            if self._phase is Phase.READY:  # also while it does not answer, which is when lookups are late
                 self._send(message)
 
     def report_prompt(self, report: m.PromptReport) -> None:
