@@ -291,7 +291,7 @@ class SchedulerClient(Session):
         problem: str = "",
         late_age_s: float = 0.0,
     ) -> None:
-        """Report the prefill rate in tokens per second, and counts since the last call, which are lost without a session.
+        """Report the prefill rate in tokens per second, and counts since the last call. All are lost without a session.
 
         ``late_lookups``: lookups that the engine gave up. ``unknown_hints``: hints that are not known or cannot be
         read. ``problem``: why the engine stores and loads nothing. ``late_age_s``: mean time since the late lookups.
