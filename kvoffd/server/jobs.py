@@ -30,8 +30,8 @@ from kvoffd.cache.tickets import Check, LoadTicket, StorePart, StoreTicket
 from kvoffd.config import Config
 from kvoffd.errors import BadBlockIds, BadKeys, KvoffdError, NotReady, UnknownLease
 from kvoffd.pool.pool import Pool
-from kvoffd.server.engine_memory import Host
 from kvoffd.server.handlers import answers
+from kvoffd.server.host import Host
 from kvoffd.server.session import Registration, Session
 from kvoffd.system.rare_warnings import RareWarnings
 from kvoffd.transfer.engine import SlotChecksums, Transfer

@@ -19,10 +19,11 @@ from kvoffd.errors import KvoffdError, refusal_of
 from kvoffd.observe.loop_watch import LoopWatch
 from kvoffd.pool.pool import Pool
 from kvoffd.server.admin import Administration
-from kvoffd.server.engine_memory import Host, MemoryMapper
+from kvoffd.server.engine_memory import MemoryMapper
 from kvoffd.server.events import EventLog, Frames
 from kvoffd.server.handlers import Answer, Pending, handlers_of
 from kvoffd.server.health import HealthWatch
+from kvoffd.server.host import Host
 from kvoffd.server.jobs import Jobs
 from kvoffd.server.known_namespaces import KnownNamespaces, NamespaceUser
 from kvoffd.server.lookups import Lookups

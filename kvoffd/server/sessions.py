@@ -12,9 +12,9 @@ from kvoffd import __version__
 from kvoffd.cache.cache import Cache
 from kvoffd.config import Config
 from kvoffd.errors import KvoffdError
-from kvoffd.server.engine_memory import Host
 from kvoffd.server.events import CompletionLog, Frames
 from kvoffd.server.handlers import answers, filled
+from kvoffd.server.host import Host
 from kvoffd.server.jobs import Jobs
 from kvoffd.server.session import ClientProcess, Lifeline, Session
 from kvoffd.system.rare_warnings import RareWarnings
