@@ -401,15 +401,14 @@ class SchedulerClient(Session):
         found.done = True  # last, because readers do not take the lock
 
     def _on_failed(self, found: LookupFuture, reply: ReplyOrError, now: float) -> None:
-        # Another of its requests was answered with a lease; or release() was called, perhaps without a message.
-        may_have_lease = found.leased or found.unwanted
+        was_leased = found.leased  # by the answer to another of its requests
         del self._unanswered[found.lease_id]
         found.pinned, found.ttl_ms, found.failed, found.answered_at = 0, 0, True, now
         found.done = True
         if not isinstance(reply, KvoffdClientError):
             self.disconnect(f"The daemon answered Lookup with a {type(reply).__name__} that does not fit it.", now)
-        elif may_have_lease or not isinstance(reply, RequestRefused):
-            self._release(found.lease_id)  # a late answer may pin blocks
+        elif was_leased or not isinstance(reply, RequestRefused):  # else only a late answer can lease: _on_late_reply
+            self._release(found.lease_id)
 
     def _split(
         self, groups: Sequence[m.GroupKeys], most: int = sys.maxsize
