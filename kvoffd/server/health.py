@@ -113,7 +113,7 @@ class HealthWatch:
                 "computing the prompts, so engines computed them. The daemon or the engines get too little CPU: give "
                 "the daemon a core of its own (CPUAffinity= in its systemd unit), or run less on this machine.",
             )
-        if self.sessions.of_engines >= (most := self.config.max_sessions):
+        if self.sessions.engine_sessions >= (most := self.config.max_sessions):
             yield (
                 "sessions_taken",
                 f"All {most} sessions are taken: further engines are refused, and run without the cache. `kvoffd-cli "

@@ -120,7 +120,7 @@ class SessionTable:
         return session
 
     @property
-    def of_engines(self) -> int:
+    def engine_sessions(self) -> int:
         """Number of sessions of schedulers and workers."""
         return sum(session.role in (Role.SCHEDULER, Role.WORKER) for session in self)
 
@@ -159,7 +159,7 @@ class SessionTable:
                 f"User {session.process.uid} may not administer this kvoffd; add the uid to admin_uids.",
                 ErrorCode.FORBIDDEN,
             )
-        if role is not Role.ADMIN and session.role is None and self.of_engines >= self._config.max_sessions:
+        if role is not Role.ADMIN and session.role is None and self.engine_sessions >= self._config.max_sessions:
             raise self._full()
         if session.role is None:
             where = f"pid {session.process.pid}" if session.process.pid else "in another pid namespace"

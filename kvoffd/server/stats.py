@@ -98,7 +98,7 @@ class Statistics:
             ready=level is not a.HealthLevel.DOWN,
             health=level,
             health_problems=[s.Problem(cause.reason, cause.sentence) for cause in causes],
-            sessions=self.sessions.of_engines,
+            sessions=self.sessions.engine_sessions,
             ended_sessions=dict(self.sessions.endings),
             leases=cache.leases.count,
             pinned_blocks=cache.blocks.pinned_blocks,
