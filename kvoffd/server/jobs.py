@@ -52,7 +52,6 @@ from kvoffd_proto.messages import (
 
 logger = logging.getLogger(__name__)
 
-ID_LIMIT = 2**31
 QUIET_S = 0.05
 """Time without a copy after which engines count as idle."""
 MAX_UNACKNOWLEDGED_BYTES = 2 << 20
@@ -122,7 +121,7 @@ class GroupPart:
 def checked_parts(registration: Registration, batch: Stores | Loads, *, storing: bool) -> list[GroupPart]:
     """Check jobs and return their parts by group. Raises KvoffdError."""
     namespace, jobs, parts = registration.namespace, len(batch.job_ids), list[GroupPart]()
-    named: set[int] = set()
+    not_empty: set[int] = set()
     for part in batch.groups:
         group = part.group
         if not 0 <= group < len(namespace.specs) or len(part.keys) % namespace.key_bytes:
@@ -136,15 +135,13 @@ def checked_parts(registration: Registration, batch: Stores | Loads, *, storing:
         except BadColumns as error:
             kind = BadBlockIds if error.code is ErrorCode.BAD_BLOCK_IDS else BadKeys
             raise kind(str(error)) from None
-        named.update([span.job for span in spans])
+        not_empty.update([span.job for span in spans])
         block_ids = np.frombuffer(part.block_ids, dtype="<i4")
-        # One comparison: a negative id is a large unsigned number.
-        limit = min(layout.block_limit, ID_LIMIT)
+        limit = layout.block_limit
+        # One comparison: a negative id is an unsigned number above every limit.
         if block_ids.size and int(block_ids.view(np.uint32).max()) >= limit:
             wrong = block_ids[(block_ids < 0) | (block_ids >= limit)][0]
-            raise BadBlockIds(
-                f"Block id {wrong} is outside the registered tensors; use ids from 0 to {layout.block_limit - 1}."
-            )
+            raise BadBlockIds(f"Block id {wrong} is outside the registered tensors; use ids from 0 to {limit - 1}.")
         if _repeats(keys) and any(map(_repeats, (keys[one.key : one.keys_end] for one in spans))):
             raise BadKeys(f"A key of group {group} occurs twice in one job; send each key once.")
         if not storing:
@@ -172,7 +169,7 @@ def checked_parts(registration: Registration, batch: Stores | Loads, *, storing:
                 before={span.key: span.before for span in spans if span.before and storing},
             )
         )
-    if len(named) < jobs:
+    if len(not_empty) < jobs:
         raise BadBlockIds("A job has neither keys nor block ids; leave it out.")
     return parts
 
