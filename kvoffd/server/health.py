@@ -129,7 +129,7 @@ class HealthWatch:
                 "in many pieces: `ss -xp` and `kvoffd-cli clients` show which. End it, or raise the limit "
                 "(LimitNOFILE= in the systemd unit, ulimit -n).",
             )
-        if (file := self.state_file).is_tried and file.problem:  # not while it is being written
+        if (file := self.state_file).is_tried and file.problem:  # while it is being written, nothing is known
             yield (
                 "state_unwritable",
                 f"{file.problem}. `clear`, resets and quotas report errors, and a kill may undo them.",
@@ -140,7 +140,8 @@ class HealthWatch:
         sentence."""
         quotas = self.cache.quotas
         limited = (one for one in self.cache.namespaces.values() if one.fingerprint in quotas)
-        if (one := max(limited, key=lambda one: one.counters.no_space["quota"], default=None)) is None:
+        one = max(limited, key=lambda one: one.counters.no_space["quota"], default=None)
+        if one is None or not one.counters.no_space["quota"]:  # the one that refused is forgotten, or has no quota now
             return ""
         return f" ({one.label} {namespace_id(one.fingerprint)}, at most {format_size(quotas[one.fingerprint])})"
 

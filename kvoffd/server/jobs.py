@@ -201,7 +201,7 @@ class Job:
     checksums: SlotChecksums | None = field(default=None, init=False)
     transfer: Transfer | None = field(default=None, init=False)
     hangs: bool = field(default=False, init=False)
-    """Whether its copy hangs: it has its results, and still uses its slots and the client's memory."""
+    """Whether it is a store whose copy hangs: it has its results, and still uses its slots and the client's memory."""
 
     def plan(self) -> Plan:
         return plan_blocks(self.direction, self.copies)
