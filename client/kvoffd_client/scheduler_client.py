@@ -251,7 +251,7 @@ class SchedulerClient(Session):
         """
         self._count_keys(groups)
         with self._transport.lock:
-            if self._phase is Phase.READY and self._limits is not None:
+            if self._phase is Phase.OPEN and self._limits is not None:
                 for _, keys in self._split(groups):
                     self._send(m.Invalidate(m.NO_REPLY, self._fingerprint, list(keys)))
 
@@ -303,7 +303,7 @@ class SchedulerClient(Session):
         message = m.ReportEngine(m.NO_REPLY, self._fingerprint, *fields)
         check(message)
         with self._transport.lock:
-            if self._phase is Phase.READY:  # also while it does not answer, which is when lookups are late
+            if self._phase is Phase.OPEN:  # also while it does not answer, which is when lookups are late
                 self._send(message)
 
     def report_prompt(self, report: m.PromptReport) -> None:
@@ -359,7 +359,7 @@ class SchedulerClient(Session):
             self._unanswered[lease_id].unwanted = True
         # Also while the daemon does not answer: it would pin the blocks until the lease expires. Messages keep their
         # order, so this one arrives after its lookup.
-        if self._phase is Phase.READY and lease_id:
+        if self._phase is Phase.OPEN and lease_id:
             self._send(m.Release(m.NO_REPLY, [lease_id]))
 
     def _on_answer(

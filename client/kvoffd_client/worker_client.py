@@ -495,7 +495,7 @@ class WorkerClient(Session):
         """Ask the daemon to cancel the jobs that have not started."""
         wanted = set(job_ids)
         known = [job_id for job_id, sent in self._sent.items() if sent.of_job in wanted]
-        if known and self._phase is Phase.READY:
+        if known and self._phase is Phase.OPEN:
             self._send(m.Cancel(m.NO_REPLY, known, self._sequence))
 
     def _has_any(self, job_ids: Iterable[int], *, loads: bool = True) -> bool:
@@ -510,7 +510,7 @@ class WorkerClient(Session):
 
     def _unregister(self, outcome: list[bool], now: float, timeout_s: float) -> None:
         self._wanted, self._problem = False, "The registration was ended."
-        if self._phase is not Phase.READY:
+        if self._phase is not Phase.OPEN:
             if self._phase in CONNECTED:
                 self.disconnect(self._problem, now)
             outcome.append(not self._jobs and self._phase is not Phase.DRAINING)
@@ -526,9 +526,9 @@ class WorkerClient(Session):
 
     # --- registering -----------------------------------------------------------------------------
 
-    def _on_opened(self, reply: m.NamespaceOpened, now: float) -> None:
+    def _on_namespace_opened(self, reply: m.NamespaceOpened, now: float) -> None:
         if not self._wanted:
-            self._become_ready(now)
+            self._become_open(now)
             return
         self._attached_count = 0
         _, self._fds = self._registration.handles()
@@ -563,7 +563,7 @@ class WorkerClient(Session):
         )
         if self.memory_on_gpu:
             self._handshake_deadline = now + GPU_REGISTER_S
-        self._shake(message, lambda _, now: self._become_ready(now), now)
+        self._shake(message, lambda _, now: self._become_open(now), now)
 
     # --- completions -----------------------------------------------------------------------------
 
@@ -593,7 +593,7 @@ class WorkerClient(Session):
             self._on_result(result)
 
     def _ask_for_results(self, now: float) -> None:
-        if self._asking or self._phase is not Phase.READY:
+        if self._asking or self._phase is not Phase.OPEN:
             return
         self._asking = True
         message = m.Results(self._next_request_id(), self._sequence)
@@ -640,7 +640,7 @@ class WorkerClient(Session):
 
     def _role_tick(self, now: float) -> None:
         stores_only = bool(self._sent) and all(sent.job.lease_id is None for sent in self._sent.values())
-        if stores_only and not self._responsive and self._phase is Phase.READY:
+        if stores_only and not self._responsive and self._phase is Phase.OPEN:
             self._abandon_stores(self._jobs, now)  # an engine that pauses waits until no store runs
         if now >= self._role_due:
             oldest = next(iter(self._jobs.values()), None)

@@ -441,7 +441,7 @@ def test_the_limits_of_a_daemon_end_with_its_session(scheduler: SchedulerClient,
     scheduler._limits = msgspec.structs.replace(LIMITS, max_frame_bytes=1)
     scheduler.on_lifeline_end(0.2)
     connect(scheduler, link, 3.0, EPOCH + 1)
-    assert scheduler._phase is Phase.READY
+    assert scheduler._phase is Phase.OPEN
 
 
 def test_full_queues_and_frames_too_large_are_misses_at_once(scheduler: SchedulerClient, link: PaperLink) -> None:
