@@ -295,7 +295,7 @@ def test_a_reply_that_cannot_be_encoded_is_an_error_for_its_client_alone(
     assert isinstance(refused, m.Error)
     assert (refused.request_id, refused.code) == (5, ErrorCode.INTERNAL)
     assert [record.levelname for record in caplog.records if record.exc_info] == ["ERROR"]
-    assert bench.service.counts.errors == {"internal": 1}
+    assert bench.service.request_counts.errors == {"internal": 1}
     assert not bench.service.pending
     assert isinstance(bench.ask(admin, ListPrompts(6))[0], PromptsListed)
 
