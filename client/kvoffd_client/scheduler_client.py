@@ -12,7 +12,7 @@ from itertools import islice
 
 from msgspec import Struct, structs
 
-from kvoffd_client.errors import KvoffdClientError, RequestRefused
+from kvoffd_client.errors import KvoffdClientError, RequestTimeout
 from kvoffd_client.lifeline_stream import NEVER
 from kvoffd_client.namespace import NamespaceSpec
 from kvoffd_client.session import DEFAULT_OPTIONS, ClientOptions, Phase, ReplyOrError, Session, Transport, check
@@ -26,7 +26,8 @@ MAX_BUFFERED_EVENTS = 100_000
 MAX_STORED_KEYS = 65_536
 """Most keys that ``StoredKeys`` remembers, about 10 MiB."""
 REPORT_PAUSE_S = 1.0
-"""Time for which reports of prompts are collected before they are sent together."""
+"""Time for which reports of prompts are collected before they are sent together. Releases that the queue to the daemon
+did not take are sent again after it."""
 MAX_WAITING_REPORTS = 4096
 """Reports of prompts kept while they cannot be sent, such as during a restart of the daemon, which counts all prompts.
 """
@@ -181,6 +182,8 @@ class SchedulerClient(Session):
         self._leases: dict[int, LookupFuture] = {}
         """Lookups with pinned blocks by lease id, oldest first."""
         self._unanswered: dict[int, LookupFuture] = {}
+        self._to_release: list[int] = []
+        """Leases whose releases the queue to the daemon did not take."""
         self.events_lost = 0
         self._reports: deque[tuple[int, m.PromptReport]] = deque(maxlen=MAX_WAITING_REPORTS)
         """Reports that are not sent, with the ``epoch`` in which each prompt was decided."""
@@ -360,7 +363,16 @@ class SchedulerClient(Session):
         # Also while the daemon does not answer: it would pin the blocks until the lease expires. Messages keep their
         # order, so this one arrives after its lookup.
         if self._phase is Phase.OPEN and lease_id:
-            self._send(m.Release(m.NO_REPLY, [lease_id]))
+            self._to_release.append(lease_id)
+            self._send_releases()
+            if self._to_release:
+                self._role_due = min(self._role_due, self._transport.now() + REPORT_PAUSE_S)
+                self._transport.notify()
+
+    def _send_releases(self) -> None:
+        """Send the releases that wait; keep them if they cannot be sent now."""
+        if self._to_release and self._send(m.Release(m.NO_REPLY, self._to_release)) is None:
+            self._to_release = []
 
     def _on_answer(
         self,
@@ -390,7 +402,6 @@ class SchedulerClient(Session):
         del self._unanswered[found.lease_id]
         if found.unwanted:
             found.pinned = found.ttl_ms = 0
-            self._release(found.lease_id)  # again: the queue may have been full
         elif found.leased:
             # The lease began at some time between sending and now: assume the earliest.
             found.stale_at = sent_at + found.ttl_ms / 2000
@@ -407,7 +418,7 @@ class SchedulerClient(Session):
         found.done = True
         if not isinstance(reply, KvoffdClientError):
             self.disconnect(f"The daemon answered Lookup with a {type(reply).__name__} that does not fit it.", now)
-        elif was_leased or not isinstance(reply, RequestRefused):  # else only a late answer can lease: _on_late_reply
+        elif was_leased or isinstance(reply, RequestTimeout):  # others were not sent, or refused
             self._release(found.lease_id)
 
     def _split(
@@ -447,6 +458,7 @@ class SchedulerClient(Session):
 
     def _role_disconnected(self, now: float) -> None:
         self._role_due = now + REPORT_PAUSE_S if self._reports else NEVER
+        self._to_release = []
         leases, self._leases = self._leases, {}
         for found in leases.values():
             found.stale_at = 0.0
@@ -456,7 +468,8 @@ class SchedulerClient(Session):
     def _role_tick(self, now: float) -> None:
         if now >= self._role_due:
             self._send_reports()
-            self._role_due = now + REPORT_PAUSE_S if self._reports else NEVER
+            self._send_releases()
+            self._role_due = now + REPORT_PAUSE_S if self._reports or self._to_release else NEVER
 
     def _send_reports(self) -> None:
         """Send the reports of prompts that wait; keep those that cannot be sent now."""

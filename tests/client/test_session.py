@@ -347,18 +347,36 @@ def answer_lookup(scheduler: SchedulerClient, link: PaperLink, now: float, state
 
 
 def test_a_lookup_released_before_its_answer_holds_nothing(scheduler: SchedulerClient, link: PaperLink) -> None:
-    """Even if the release did not go out; else it goes behind its lookup, so that there is a lease that it ends."""
+    """Its release goes behind it, so that there is a lease that it ends; if that does not go out, a second later."""
     scheduler.release(look_up(scheduler, link, 0.0).lease_id)
     assert [type(message) for message in link.sent[-2:]] == [m.Lookup, m.Release]
     future = look_up(scheduler, link, 0.0, KEYS)
     link.full = True
     scheduler.release(future.lease_id)
     assert link.count(m.Release) == 1
-    link.full = False
     answer_lookup(scheduler, link, 0.1, [b"\2\2"], 2)
     assert (future.done, future.pinned, future.alive) == (True, 0, False)
+    scheduler.tick(1.1)
+    link.full = False
+    scheduler.tick(2.2)
     assert link.last(m.Release).lease_ids == [future.lease_id]
+    scheduler.tick(3.3)
+    assert link.count(m.Release) == 2
     assert not scheduler._leases
+
+
+def test_releases_that_did_not_go_out_go_out_together(scheduler: SchedulerClient, link: PaperLink) -> None:
+    """The daemon stood still for so long that the queue to it was full."""
+    futures = [look_up(scheduler, link, 0.0) for _ in range(3)]
+    for asked in [one for one in link.sent if isinstance(one, m.Lookup)]:
+        scheduler.on_reply(m.LookupReply(asked.request_id, asked.lease_id, [b"\2\2"], 2, 10_000), 0.0)
+    link.full = True
+    for future in futures[:2]:
+        scheduler.release(future.lease_id)
+    assert look_up(scheduler, link, 0.0).failed, "it was not sent, and has no lease"
+    link.full = False
+    scheduler.release(futures[2].lease_id)
+    assert link.last(m.Release).lease_ids == [future.lease_id for future in futures]
 
 
 def test_a_lookup_is_done_after_all_that_is_read_of_it(
