@@ -1,4 +1,4 @@
-"""What the service needs of the process that it runs in: a real daemon, or the simulator."""
+"""Interface of the process that the service runs in: a real daemon, or the simulator."""
 
 from __future__ import annotations
 
