@@ -37,6 +37,8 @@ OPTIONS = ClientOptions(unresponsive_after_s=3600.0, handshake_timeout_s=HANDSHA
 """Each call has its own timeout, which may be long for a busy daemon; the handshake's is short."""
 SILENCE_S = 0.5
 """Time without an answer after which the client checks whether the daemon's process is stopped."""
+MAX_EVENT_MESSAGES = 10_000
+"""Limit of KV event messages that wait for ``events``. Beyond it the oldest are dropped, which their sequence shows."""
 MAX_STATS_BYTES = 1 << 28
 MAX_ERROR_BYTES = 4096
 MIN_PREFIX_DIGITS = 4
@@ -146,7 +148,7 @@ class AdminClient(Session):
         self.timeout_s = timeout_s
         self.on_silence: Callable[[], None] = lambda: None
         self._subscribe_events = subscribe_events
-        self._events = deque[tuple[bytes, int, EventBatch]]()
+        self._events = deque[tuple[bytes, int, EventBatch]](maxlen=MAX_EVENT_MESSAGES)
         self._was_ready = True
         """Readiness that events() reported last."""
         self._ended_connections = 0
@@ -172,7 +174,8 @@ class AdminClient(Session):
         """
         deadline = time.monotonic() + self.timeout_s
         self.poll()  # notices if the daemon has ended since the last call
-        ended, self._retry_at = self._ended_connections, 0.0
+        self._retry_at = 0.0  # an operator's call does not wait for the pause after a failure
+        ended = self._ended_connections
         self._wait(lambda: self.ready or self._ended_connections > ended, deadline)
         if not self.ready:
             raise DaemonUnavailable(self.problem) from self.refusal

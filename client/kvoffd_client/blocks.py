@@ -220,9 +220,7 @@ class BlockClient(Closing):
         sums, deadline = b"".join(map(_checksum, shards)), time.monotonic() + self._timeout_s
         while True:
             with self._leased([key], group):  # brings it up from a tier, to compare it
-                found = self._find(key, group)
-                if self._is_whole(found):
-                    self._check_same(key, found, sums)
+                if self._is_there(key, self._find(key, group), sums):
                     return False
             for parts, data in zip(self._shard_bytes, shards, strict=True):
                 parts[group][:] = data
@@ -233,8 +231,7 @@ class BlockClient(Closing):
                 raise
             # Nothing was copied if the daemon has the block by now, or another client is storing it.
             has_copied, found = any(result.bytes for result in results), self._find(key, group)
-            if self._is_whole(found):
-                self._check_same(key, found, sums)
+            if self._is_there(key, found, sums):
                 return has_copied
             if has_copied:  # the shards of some ranks
                 self._scheduler.invalidate([GroupKeys(group, key)])
@@ -243,11 +240,7 @@ class BlockClient(Closing):
             if not was_accepted or time.monotonic() >= deadline:
                 break
             time.sleep(STORE_PAUSE_S)  # until another store of the key ends or is dropped
-        why = next((result.error.sentence for result in results if result.error is not None), "")
-        if not why:
-            rejected = any(result.rejected for result in results)
-            why = f"It is {found.reason}: {MISS_REASONS['rejected' if rejected else found.reason]}."
-        raise KvoffdClientError(f"The block {key.hex()} was not stored. {why}")
+        raise KvoffdClientError(f"The block {key.hex()} was not stored. {_why_not_stored(found, results)}")
 
     def keys(self, prefix_of: Sequence[bytes] | None = None, *, group: int = 0, limit: int = 1024) -> Iterator[bytes]:
         """Yield the keys of the blocks that are in the pool, in no order, in pages of ``limit`` keys.
@@ -318,20 +311,19 @@ class BlockClient(Closing):
 
     def _checked(self, kv: Sequence[object], group: int) -> list[Bytes]:
         """Return the bytes of each rank's shard. Raises ValueError if their sizes differ from the namespace's."""
-        count, ranks = self.namespace.world_size, kv
+        count = self.namespace.world_size
         if not isinstance(kv, list | tuple):
             raise ValueError(
                 f"A block is a list of layers, or of lists of layers by rank, not {type(kv).__name__}; "
                 "give list(tensor) if its first dimension is the layers."
             )
-        are_lists = [isinstance(one, list | tuple) for one in kv]
-        if count == 1 and not any(are_lists):
-            ranks = [kv]
-        elif count > 1 and not any(are_lists):
+        is_by_rank = any(isinstance(one, list | tuple) for one in kv)
+        if count > 1 and not is_by_rank:
             shown = f"[layers of rank 0, layers of rank 1{', ...' if count > 2 else ''}]"
             raise ValueError(
                 f"A block of this namespace has {count} ranks; give {shown}, not a list of {len(kv)} layers."
             )
+        ranks = kv if is_by_rank else [kv]
         if len(ranks) != count:
             shown = "1 rank" if count == 1 else f"{count} ranks"
             hint = "; give its list of layers alone" if count == 1 else ""
@@ -358,13 +350,16 @@ class BlockClient(Closing):
         """Return whether all ranks' shards are there, from the key's first engine block on."""
         return found.state == READY and not found.first_block
 
-    def _check_same(self, key: bytes, found: BlockFound, checksums: bytes) -> None:
-        """Raise KvoffdClientError if the daemon's block has other bytes than those with these checksums."""
+    def _is_there(self, key: bytes, found: BlockFound, checksums: bytes) -> bool:
+        """Return whether the daemon has the whole block. Raises KvoffdClientError if that has other checksums."""
+        if not self._is_whole(found):
+            return False
         if found.checksums != checksums:
             raise KvoffdClientError(
                 f"The daemon has a block {key.hex()} with other bytes, which stays; a key stands for the tokens up to "
                 "its block, so one of the two is wrong. Put yours under another key."
             )
+        return True
 
     @contextmanager
     def _leased(self, keys: Sequence[bytes], group: int) -> Iterator[LookupFuture]:
@@ -437,6 +432,16 @@ class BlockClient(Closing):
                 worker.fence([job_id], 0.0)
             raise
         return results
+
+
+def _why_not_stored(found: BlockFound, results: Sequence[JobResult]) -> str:
+    """Return a sentence for a store with these results, after which this was found."""
+    if (error := next((one.error for one in results if one.error is not None), None)) is not None:
+        return error.sentence
+    if found.state == READY:
+        return "The daemon has it without its first engine blocks, and an engine uses what there is; try again later."
+    reason = "rejected" if any(one.rejected for one in results) else found.reason
+    return f"It is {reason}: {MISS_REASONS[reason]}."
 
 
 def _checksum(data: Bytes) -> bytes:

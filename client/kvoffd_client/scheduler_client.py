@@ -12,10 +12,10 @@ from itertools import islice
 
 from msgspec import Struct, structs
 
-from kvoffd_client.errors import KvoffdClientError, RequestRefused
+from kvoffd_client.errors import KvoffdClientError, RequestTimeout
 from kvoffd_client.lifeline_stream import NEVER
 from kvoffd_client.namespace import NamespaceSpec
-from kvoffd_client.session import DEFAULT_OPTIONS, ClientOptions, ReplyOrError, Session, Transport, check
+from kvoffd_client.session import DEFAULT_OPTIONS, ClientOptions, Phase, ReplyOrError, Session, Transport, check
 from kvoffd_proto import messages as m
 from kvoffd_proto.codec import CODEC_ERRORS
 from kvoffd_proto.events import SEQUENCE_BYTES, AllBlocksCleared, BlockStored, KvEvent, decode_event_batch, kv_topic
@@ -26,7 +26,8 @@ MAX_BUFFERED_EVENTS = 100_000
 MAX_STORED_KEYS = 65_536
 """Most keys that ``StoredKeys`` remembers, about 10 MiB."""
 REPORT_PAUSE_S = 1.0
-"""Time for which reports of prompts are collected before they are sent together."""
+"""Time for which reports of prompts are collected before they are sent together. Releases that the queue to the daemon
+did not take are sent again after it."""
 MAX_WAITING_REPORTS = 4096
 """Reports of prompts kept while they cannot be sent, such as during a restart of the daemon, which counts all prompts.
 """
@@ -102,15 +103,15 @@ class StoredKeys:
     One thread changes it at a time, with the client's lock; others read it without. So ``count`` is raised last.
 
     Attributes:
-        count: number of all keys so far.
-        forgotten: number of those that are not known any more; an answer from before ``count`` reached it may be
+        count: how many keys were stored so far, and so the number of the last one.
+        forgotten: number of the last key that is not remembered; an answer from when ``count`` was lower may be
             outdated in any case.
     """
 
     def __init__(self) -> None:
         self.count = self.forgotten = 0
         self._numbers: dict[bytes, int] = {}
-        """Number of each key when it was stored last, oldest first."""
+        """Number of each remembered key when it was stored last, oldest first."""
 
     def add(self, keys: Iterable[bytes]) -> None:
         """Record that keys were stored."""
@@ -123,7 +124,7 @@ class StoredKeys:
             self.forgotten = self._numbers.pop(oldest)
 
     def forget(self) -> None:
-        """Forget all keys, because some may have been missed."""
+        """Forget all keys, because some may have been missed, which count as one."""
         self._numbers.clear()
         self.forgotten = self.count + 1
         self.count += 1
@@ -134,7 +135,7 @@ class StoredKeys:
         return list(islice(reversed(self._numbers), max(0, self.count - count)))
 
     def was_stored(self, key: bytes, since: int) -> bool:
-        """Return whether a key was stored after ``count`` was ``since``, as far as is remembered."""
+        """Return whether a key was stored after ``count`` was ``since``, if that is remembered."""
         return self._numbers.get(key, 0) > since
 
 
@@ -181,6 +182,8 @@ class SchedulerClient(Session):
         self._leases: dict[int, LookupFuture] = {}
         """Lookups with pinned blocks by lease id, oldest first."""
         self._unanswered: dict[int, LookupFuture] = {}
+        self._to_release: list[int] = []
+        """Leases whose releases the queue to the daemon did not take."""
         self.events_lost = 0
         self._reports: deque[tuple[int, m.PromptReport]] = deque(maxlen=MAX_WAITING_REPORTS)
         """Reports that are not sent, with the ``epoch`` in which each prompt was decided."""
@@ -245,10 +248,13 @@ class SchedulerClient(Session):
             self._release(lease_id)
 
     def invalidate(self, groups: Sequence[m.GroupKeys]) -> None:
-        """Have the daemon drop unusable blocks. Does nothing while not connected. Raises ValueError as lookup()."""
+        """Have the daemon drop unusable blocks, be it once it answers again. Does nothing without a session.
+
+        Raises ValueError as lookup().
+        """
         self._count_keys(groups)
         with self._transport.lock:
-            if self.ready and self._limits is not None:
+            if self._phase is Phase.OPEN and self._limits is not None:
                 for _, keys in self._split(groups):
                     self._send(m.Invalidate(m.NO_REPLY, self._fingerprint, list(keys)))
 
@@ -288,7 +294,7 @@ class SchedulerClient(Session):
         problem: str = "",
         late_age_s: float = 0.0,
     ) -> None:
-        """Report the prefill rate in tokens per second, and counts since the last call.
+        """Report the prefill rate in tokens per second, and counts since the last call. All are lost without a session.
 
         ``late_lookups``: lookups that the engine gave up. ``unknown_hints``: hints that are not known or cannot be
         read. ``problem``: why the engine stores and loads nothing. ``late_age_s``: mean time since the late lookups.
@@ -300,7 +306,7 @@ class SchedulerClient(Session):
         message = m.ReportEngine(m.NO_REPLY, self._fingerprint, *fields)
         check(message)
         with self._transport.lock:
-            if self.ready:
+            if self._phase is Phase.OPEN:  # also while it does not answer, which is when lookups are late
                 self._send(message)
 
     def report_prompt(self, report: m.PromptReport) -> None:
@@ -354,8 +360,19 @@ class SchedulerClient(Session):
             found.stale_at = 0.0
         if lease_id in self._unanswered:
             self._unanswered[lease_id].unwanted = True
-        if self.ready and lease_id:  # messages keep their order: it arrives after its lookup
-            self._send(m.Release(m.NO_REPLY, [lease_id]))
+        # Also while the daemon does not answer: it would pin the blocks until the lease expires. Messages keep their
+        # order, so this one arrives after its lookup.
+        if self._phase is Phase.OPEN and lease_id:
+            self._to_release.append(lease_id)
+            self._send_releases()
+            if self._to_release:
+                self._role_due = min(self._role_due, self._transport.now() + REPORT_PAUSE_S)
+                self._transport.notify()
+
+    def _send_releases(self) -> None:
+        """Send the releases that wait; keep them if they cannot be sent now."""
+        if self._to_release and self._send(m.Release(m.NO_REPLY, self._to_release)) is None:
+            self._to_release = []
 
     def _on_answer(
         self,
@@ -385,8 +402,6 @@ class SchedulerClient(Session):
         del self._unanswered[found.lease_id]
         if found.unwanted:
             found.pinned = found.ttl_ms = 0
-            # The Release may not have been sent, and a lease lives long.
-            self._release(found.lease_id)
         elif found.leased:
             # The lease began at some time between sending and now: assume the earliest.
             found.stale_at = sent_at + found.ttl_ms / 2000
@@ -397,15 +412,14 @@ class SchedulerClient(Session):
         found.done = True  # last, because readers do not take the lock
 
     def _on_failed(self, found: LookupFuture, reply: ReplyOrError, now: float) -> None:
-        # Another of its requests was answered with a lease; or release() was called, perhaps without a message.
-        may_have_lease = found.leased or found.unwanted
+        was_leased = found.leased  # by the answer to another of its requests
         del self._unanswered[found.lease_id]
         found.pinned, found.ttl_ms, found.failed, found.answered_at = 0, 0, True, now
         found.done = True
         if not isinstance(reply, KvoffdClientError):
             self.disconnect(f"The daemon answered Lookup with a {type(reply).__name__} that does not fit it.", now)
-        elif may_have_lease or not isinstance(reply, RequestRefused):
-            self._release(found.lease_id)  # a late answer may pin blocks
+        elif was_leased or isinstance(reply, RequestTimeout):  # others were not sent, or refused
+            self._release(found.lease_id)
 
     def _split(
         self, groups: Sequence[m.GroupKeys], most: int = sys.maxsize
@@ -444,6 +458,7 @@ class SchedulerClient(Session):
 
     def _role_disconnected(self, now: float) -> None:
         self._role_due = now + REPORT_PAUSE_S if self._reports else NEVER
+        self._to_release = []
         leases, self._leases = self._leases, {}
         for found in leases.values():
             found.stale_at = 0.0
@@ -453,7 +468,8 @@ class SchedulerClient(Session):
     def _role_tick(self, now: float) -> None:
         if now >= self._role_due:
             self._send_reports()
-            self._role_due = now + REPORT_PAUSE_S if self._reports else NEVER
+            self._send_releases()
+            self._role_due = now + REPORT_PAUSE_S if self._reports or self._to_release else NEVER
 
     def _send_reports(self) -> None:
         """Send the reports of prompts that wait; keep those that cannot be sent now."""

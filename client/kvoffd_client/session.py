@@ -174,13 +174,14 @@ class Phase(Enum):
     """The lifeline is open, and the daemon has not sent Greeting."""
     HANDSHAKE = auto()
     """The session, its namespace and its registration are being opened."""
-    READY = auto()
+    OPEN = auto()
+    """All of these are open. The client is ``ready`` while the daemon answers; what needs no answer is sent anyway."""
     DRAINING = auto()
     """The connection has ended, but the daemon may still access the client's memory."""
     CLOSED = auto()
 
 
-CONNECTED = (Phase.GREETING, Phase.HANDSHAKE, Phase.READY)
+CONNECTED = (Phase.GREETING, Phase.HANDSHAKE, Phase.OPEN)
 
 
 class Session(Closing):
@@ -243,11 +244,12 @@ class Session(Closing):
         self._next_expiry = NEVER
         """Lower bound of the deadlines."""
         self._owed_since = NEVER
-        """Time since which replies are due and none has come."""
+        """Time of the oldest request since the last reply, or of that reply if requests are left without one; NEVER if
+        none is. It outlasts requests that fail for their time: without any reply the daemon is silent."""
         self._handshake_deadline = NEVER
         self._role_due = NEVER
         """Latest time for the next _role_tick."""
-        self._retry_at = self._ready_at = 0.0
+        self._retry_at = self._open_since = 0.0
         """Times of the next attempt and of the last success."""
         longest_s = options.backoff_max_s
         self._backoff = Backoff(BACKOFF_MIN_S, longest_s)
@@ -267,7 +269,7 @@ class Session(Closing):
     @property
     def ready(self) -> bool:
         """Whether the session, its namespace and its registration are open, and the daemon answers."""
-        return self._phase is Phase.READY and self._responsive and self._wanted
+        return self._phase is Phase.OPEN and self._responsive and self._wanted
 
     @property
     def problem(self) -> str | None:
@@ -310,7 +312,7 @@ class Session(Closing):
     def wake_at(self) -> float:
         """Return the latest time for the next tick()."""
         phase = self._phase
-        if phase is Phase.READY:
+        if phase is Phase.OPEN:
             return min(self._next_expiry, self._silent_at(), self._role_due)
         if phase is Phase.CLOSED:
             return NEVER
@@ -330,7 +332,7 @@ class Session(Closing):
             self.disconnect(self._problem, now)
         if now >= self._next_expiry:
             self._expire(now)
-        if self._phase is Phase.READY and now >= self._silent_at():
+        if self._phase is Phase.OPEN and now >= self._silent_at():
             sentence = f"The kvoffd daemon in {self.directory} does not answer; continuing without it."
             if self._responsive:
                 self._responsive, self._problem = False, sentence
@@ -374,7 +376,7 @@ class Session(Closing):
 
     def on_reply(self, reply: m.AnyReply, now: float) -> None:
         """Handle a reply from the jobs socket."""
-        if self._phase is not Phase.READY and self._phase is not Phase.HANDSHAKE:
+        if self._phase is not Phase.OPEN and self._phase is not Phase.HANDSHAKE:
             return
         if not self._responsive:
             self._responsive, self._last_warning = True, ""
@@ -395,7 +397,8 @@ class Session(Closing):
         self._transport.notify()
 
     def _expire(self, now: float) -> None:
-        """Fail late requests. Ask for a sign of life if there are any, or if all have failed and no reply came yet."""
+        """Fail late requests. Ask for a sign of life if there are any, or if all have failed and no reply has come
+        since: a reply that was lost must not make the daemon seem silent."""
         late = [request_id for request_id, (deadline, _) in self._pending.items() if deadline <= now]
         for request_id in late:
             entry = self._pending.pop(request_id, None)
@@ -404,7 +407,7 @@ class Session(Closing):
                 self._transport.notify()
         self._next_expiry = min((deadline for deadline, _ in self._pending.values()), default=NEVER)
         owed = self._owed_since < NEVER and not self._pending
-        if (late or owed) and self._phase is Phase.READY:
+        if (late or owed) and self._phase is Phase.OPEN:
             self._send(self._hello(), now, lambda *_: None)
             if not self._pending:  # the socket's queue is full: try again later
                 self._next_expiry = now + self._options.request_timeout_s
@@ -469,19 +472,19 @@ class Session(Closing):
     def _on_welcome(self, reply: m.Welcome, now: float) -> None:
         self._limits, self._credit_bytes = reply.limits, reply.credit_bytes
         if (one := self._to_open) is None:
-            self._become_ready(now)
+            self._become_open(now)
             return
         geometry = one.fingerprint, one.label, one.world_size, one.key_bytes, list(one.groups)
         message = m.OpenNamespace(self._next_request_id(), *geometry, one.description)
-        self._shake(message, self._on_opened, now)
+        self._shake(message, self._on_namespace_opened, now)
 
-    def _on_opened(self, reply: m.NamespaceOpened, now: float) -> None:
+    def _on_namespace_opened(self, reply: m.NamespaceOpened, now: float) -> None:
         """Handle the last answer of the handshake."""
         self.reported_prefill_rate = reply.prefill_tokens_per_second
-        self._become_ready(now)
+        self._become_open(now)
 
-    def _become_ready(self, now: float) -> None:
-        self._phase, self._ready_at = Phase.READY, now
+    def _become_open(self, now: float) -> None:
+        self._phase, self._open_since = Phase.OPEN, now
         self._handshake_deadline = NEVER
         self.refusal, self._last_warning = None, ""
         self._refused_backoff.restart()
@@ -518,7 +521,7 @@ class Session(Closing):
             self._refused_backoff.restart()  # the next daemon may accept this client
         else:
             backoff = self._backoff
-            if self._phase is Phase.READY and now - self._ready_at > self._options.backoff_max_s:
+            if self._phase is Phase.OPEN and now - self._open_since > self._options.backoff_max_s:
                 backoff.restart()  # it was stable
         self._retry_at = now + backoff.take() * self._rng.uniform(0.5, 1.0)
         self.refusal = refusal

@@ -65,6 +65,12 @@ class SocketTransport:
     ZeroMQ's descriptors are edge-triggered: they signal only messages that arrive after the socket was found empty, and
     any use of the socket may consume the signal. Hence one rule: **a thread that has used a socket drains it before it
     releases the lock, or wakes the transport's thread to do so.**
+
+    | what sleeps | what wakes it |
+    |---|---|
+    | the transport's thread | a message, unless a thread is in ``wait``; the lifeline; ``_wake_thread`` |
+    | a thread in ``wait`` | a message; ``notify``, after another thread has changed the session's state |
+    | the only thread, if not ``threaded`` | as the transport's thread, whose work it does |
     """
 
     def __init__(self, directory: str, *, threaded: bool = True) -> None:
@@ -83,20 +89,22 @@ class SocketTransport:
         """Sockets by the descriptor that signals messages; querying a socket for it is slower than polling."""
         self._messages = select.epoll()
         """Readable when one of the sockets has a message."""
-        self._wakes_thread = select.epoll()
-        """Readable when a message is to wake the transport's thread."""
-        self._wakes_thread.register(self._messages.fileno(), select.EPOLLIN)
+        self._messages_for_thread = select.epoll()
+        """The same while no thread waits; else never readable."""
+        self._messages_for_thread.register(self._messages.fileno(), select.EPOLLIN)
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._sleeping_until = 0.0
+        """Time at which the transport's thread wakes by itself; 0.0 while it is awake, or is being woken."""
         self._idle_wakers = [self._new_waker()]
         """Eventfds of threads that have finished waiting, for reuse, with the poll over each and the sockets. The first
         exists from the start: an engine that runs out of descriptors must not fail when it waits."""
-        self._waiting: list[int] = []
+        self._waiting_fds: list[int] = []
         """Eventfds, one for each waiting thread."""
-        self._reading: int | None = None
-        """Eventfd, or NO_WAKE_FD, of the thread that holds the lock and reads the sockets, and so need not be woken;
-        None if no thread does."""
+        self._reader_fd: int | None = None
+        """Eventfd, or NO_WAKE_FD, of the thread that holds the lock and reads the sockets: it will see all messages and
+        changes, so nobody wakes it. None if no thread does."""
         self._busy_wait_from = 0.0
+        """Time from which ``_poll`` may spin."""
         self._closed = False
         self._last_error = ""
         self._session: Session
@@ -127,11 +135,11 @@ class SocketTransport:
                 with self.lock:
                     # Also before the first sleep: if this thread has computed since it sent the request, the
                     # transport's thread may still be waiting for the GIL to read the reply.
-                    self._reading, unread = wake_fd, True
+                    self._reader_fd, unread = wake_fd, True
                     try:
                         unread = self._receive()
                     finally:
-                        self._reading = None
+                        self._reader_fd = None
                         if unread:
                             self._wake_thread()
                     now = time.monotonic()
@@ -142,21 +150,21 @@ class SocketTransport:
                             wake_fd, poller = self._idle_wakers.pop()
                         else:
                             wake_fd, poller = self._new_waker()
-                        self._waiting.append(wake_fd)
-                        self._wakes_thread.modify(self._messages.fileno(), 0)  # this thread reads messages
+                        self._waiting_fds.append(wake_fd)
+                        self._messages_for_thread.modify(self._messages.fileno(), 0)  # this thread reads messages
                 woken = poller.poll(0) if unread else self._poll(poller, deadline)
                 if (wake_fd, select.POLLIN) in woken:
                     os.eventfd_read(wake_fd)
         finally:
             if wake_fd != NO_WAKE_FD:
                 with self.lock:
-                    self._waiting.remove(wake_fd)
+                    self._waiting_fds.remove(wake_fd)
                     if self._closed:
                         os.close(wake_fd)
                     else:
                         self._idle_wakers.append((wake_fd, poller))
-                        if not self._waiting:
-                            self._wakes_thread.modify(self._messages.fileno(), select.EPOLLIN)
+                        if not self._waiting_fds:
+                            self._messages_for_thread.modify(self._messages.fileno(), select.EPOLLIN)
 
     def _new_waker(self) -> tuple[int, select.poll]:
         wake_fd = os.eventfd(0, os.EFD_CLOEXEC)
@@ -250,7 +258,7 @@ class SocketTransport:
             self._jobs.send(frame, _NOW)
         except zmq.Again:
             return False
-        unread = self._reading is None and cast(int, self._jobs.get(_EVENTS)) & _READABLE
+        unread = self._reader_fd is None and cast(int, self._jobs.get(_EVENTS)) & _READABLE
         if unread or self._session.wake_at() < self._sleeping_until:
             self._wake_thread()
         return True
@@ -273,8 +281,8 @@ class SocketTransport:
         self._sockets.clear()
 
     def notify(self) -> None:
-        for fd in self._waiting:
-            if fd != self._reading:
+        for fd in self._waiting_fds:
+            if fd != self._reader_fd:
                 os.eventfd_write(fd, 1)
         if self._session.wake_at() < self._sleeping_until:
             self._wake_thread()
@@ -351,7 +359,7 @@ class SocketTransport:
                 ended = self._sleep(poller, pause_s)
             except Exception as error:
                 with self.lock:
-                    self._sleeping_until, self._reading = 0.0, None
+                    self._sleeping_until, self._reader_fd = 0.0, None
                     self._recover(error)
                 time.sleep(ERROR_PAUSE_S)
         with self.lock:
@@ -362,7 +370,7 @@ class SocketTransport:
 
         ``ended``: descriptors that ended the last sleep.
         """
-        self._sleeping_until, self._reading = 0.0, NO_WAKE_FD
+        self._sleeping_until, self._reader_fd = 0.0, NO_WAKE_FD
         # Completions before EOF: those that arrived before the daemon died count.
         self._receive()
         now = time.monotonic()
@@ -370,12 +378,13 @@ class SocketTransport:
             self._read_lifeline(self._stream, now)
         self._session.tick(now)
         unread = self._receive()  # last: see the rule in the class's docstring
-        self._reading = None
+        self._reader_fd = None
         stream = self._stream
         wake_at = min(self._session.wake_at(), NEVER if stream is None else stream.wake_at())
         pause_s = 0.0 if unread or self._closed else min(max(0.0, wake_at - now), MAX_SLEEP_S)
         self._sleeping_until = now + pause_s
-        return poller_of(self._wakes_thread.fileno(), self._wake_fd, -1 if stream is None else stream.fileno()), pause_s
+        lifeline_fd = -1 if stream is None else stream.fileno()
+        return poller_of(self._messages_for_thread.fileno(), self._wake_fd, lifeline_fd), pause_s
 
     def _sleep(self, poller: select.poll, pause_s: float) -> list[int]:
         """Return the descriptors that ended the sleep."""
@@ -387,7 +396,7 @@ class SocketTransport:
     def _shut(self) -> None:
         self.disconnect(drain=False)
         self._context.term()
-        self._wakes_thread.close()
+        self._messages_for_thread.close()
         self._messages.close()
         for fd in (self._wake_fd, *(fd for fd, _ in self._idle_wakers)):
             os.close(fd)

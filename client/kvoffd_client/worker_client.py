@@ -143,21 +143,23 @@ class Job:
 
         Only the last one ends the lease: the daemon has accepted the others by then, and they pin their blocks.
         """
-        key_bytes, parts = namespace.key_bytes, list[list[GroupTransfer]]([[]])
-        left = empty = Size(most.keys, most.nbytes - _empty_job_bytes(namespace))
+        key_bytes, is_store = namespace.key_bytes, self.lease_id is None
+        parts: list[list[GroupTransfer]] = [[]]
+        left = in_new_part = Size(most.keys, most.nbytes - _empty_job_bytes(namespace))
+        """Space in the last part, and in one without keys."""
         for one in self.groups:
-            count, end = len(one.keys) // key_bytes, 0
-            while end < count:
+            count, begin = len(one.keys) // key_bytes, 0
+            while begin < count:
                 each = key_bytes + blocks_per_key * m.BLOCK_ID_BYTES + (len(one.parents) + len(one.tokens)) // count
-                fitting = min(left.keys, (left.nbytes - TRANSFER_BYTES) // each, count - end)
+                fitting = min(left.keys, (left.nbytes - TRANSFER_BYTES) // each, count - begin)
                 if fitting < 1 and parts[-1]:
                     parts.append([])
-                    left = empty
+                    left = in_new_part
                     continue
-                begin, end = end, end + max(1, fitting)
-                is_store = self.lease_id is None
+                end = begin + max(1, fitting)
                 parts[-1].append(_slice(one, begin, end, key_bytes, blocks_per_key, is_store=is_store))
                 left = Size(left.keys - (end - begin), left.nbytes - TRANSFER_BYTES - (end - begin) * each)
+                begin = end
         return [
             Job(first_id + number, part, self.lease_id, self.keep_lease or part is not parts[-1])
             for number, part in enumerate(parts)
@@ -251,7 +253,7 @@ class Sent(NamedTuple):
 
 @dataclass(slots=True)
 class Unfinished:
-    """A job without a result. ``so_far``: merged results of parts that ended; ``parts``: number of the others."""
+    """A job without a result. ``parts``: how many of it have not ended; ``so_far``: merged results of the others."""
 
     job: Job
     sent_at: float
@@ -309,7 +311,7 @@ class WorkerClient(Session):
 
     @property
     def unfinished(self) -> int:
-        """Number of jobs without a result, taken by take_results() or not."""
+        """Number of jobs without a result; not those whose result waits for take_results()."""
         return len(self._jobs)
 
     def store(self, job_id: int, groups: Sequence[GroupTransfer]) -> None:
@@ -436,7 +438,7 @@ class WorkerClient(Session):
         silence_s = min(silence_s, timeout_s)
         if self._transport.wait(ready, silence_s):
             return True
-        has_replied = self._owed_since > asked_at  # a reply raises the time since which one is due
+        has_replied = self._owed_since > asked_at  # the request set it to this time at most, each reply to a later one
         return has_replied and self._transport.wait(ready, timeout_s - silence_s)
 
     def close(self) -> None:
@@ -502,7 +504,7 @@ class WorkerClient(Session):
         """Ask the daemon to cancel the jobs that have not started."""
         wanted = set(job_ids)
         known = [job_id for job_id, sent in self._sent.items() if sent.of_job in wanted]
-        if known and self._phase is Phase.READY:
+        if known and self._phase is Phase.OPEN:
             self._send(m.Cancel(m.NO_REPLY, known, self._sequence))
 
     def _has_any(self, job_ids: Iterable[int], *, loads: bool = True) -> bool:
@@ -517,7 +519,7 @@ class WorkerClient(Session):
 
     def _unregister(self, outcome: list[bool], now: float, timeout_s: float) -> None:
         self._wanted, self._problem = False, "The registration was ended."
-        if self._phase is not Phase.READY:
+        if self._phase is not Phase.OPEN:
             if self._phase in CONNECTED:
                 self.disconnect(self._problem, now)
             outcome.append(not self._jobs and self._phase is not Phase.DRAINING)
@@ -533,9 +535,9 @@ class WorkerClient(Session):
 
     # --- registering -----------------------------------------------------------------------------
 
-    def _on_opened(self, reply: m.NamespaceOpened, now: float) -> None:
+    def _on_namespace_opened(self, reply: m.NamespaceOpened, now: float) -> None:
         if not self._wanted:
-            self._become_ready(now)
+            self._become_open(now)
             return
         self._attached_count = 0
         _, self._fds = self._registration.handles()
@@ -570,7 +572,7 @@ class WorkerClient(Session):
         )
         if self.memory_on_gpu:
             self._handshake_deadline = now + GPU_REGISTER_S
-        self._shake(message, lambda _, now: self._become_ready(now), now)
+        self._shake(message, lambda _, now: self._become_open(now), now)
 
     # --- completions -----------------------------------------------------------------------------
 
@@ -600,7 +602,7 @@ class WorkerClient(Session):
             self._on_result(result)
 
     def _ask_for_results(self, now: float) -> None:
-        if self._asking or self._phase is not Phase.READY:
+        if self._asking or self._phase is not Phase.OPEN:
             return
         self._asking = True
         message = m.Results(self._next_request_id(), self._sequence)
@@ -651,7 +653,7 @@ class WorkerClient(Session):
 
     def _role_tick(self, now: float) -> None:
         stores_only = bool(self._sent) and all(sent.job.lease_id is None for sent in self._sent.values())
-        if stores_only and not self._responsive and self._phase is Phase.READY:
+        if stores_only and not self._responsive and self._phase is Phase.OPEN:
             self._abandon_stores(self._jobs, now)  # an engine that pauses waits until no store runs
         if now >= self._role_due:
             oldest = next(iter(self._jobs.values()), None)

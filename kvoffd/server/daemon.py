@@ -112,6 +112,7 @@ class Daemon:
         self.copy_stuck = False
         """Whether a thread hangs at the end that may still use the pool or an engine's memory: they stay mapped."""
         self.gpu_lost = False
+        """Whether the daemon stops because its context on a GPU is lost."""
         self.served = False
         """Whether the sockets were opened, even if they are closed again."""
         self._lost_sockets = RareWarnings(logger)
@@ -409,9 +410,11 @@ class Daemon:
 
     def _end_use(self, close: Callable[[float], bool], timeout_s: float) -> None:
         """End what uses the pool. If that does not end, or raises, the pool stays mapped until the process exits."""
-        was_stuck, self.copy_stuck = self.copy_stuck, True
-        has_ended = close(timeout_s)
-        self.copy_stuck = was_stuck or not has_ended
+        has_ended = False
+        try:
+            has_ended = close(timeout_s)
+        finally:
+            self.copy_stuck = self.copy_stuck or not has_ended
 
     async def _close_pool(self) -> None:
         """Unmap the pool, unless something that hangs may still use it."""

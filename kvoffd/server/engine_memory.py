@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Protocol, TypeAlias
 
 from kvoffd.config import Config
 from kvoffd.errors import KvoffdError
 from kvoffd.pool.pool import Pool
+from kvoffd.server.host import Host
 from kvoffd.system.files import OnError
 from kvoffd.system.mappings import HostMapping
 from kvoffd.transfer.cuda.gpus import Gpus
@@ -21,28 +21,6 @@ from kvoffd_proto.messages import CudaIpcHandle, Handle, MemfdHandle
 logger = logging.getLogger(__name__)
 
 STUCK_AFTER_S = 3.0
-
-Post: TypeAlias = Callable[[Callable[[], None]], None]
-"""Schedules a call in the service's thread. For any thread."""
-
-
-class Host(Protocol):
-    """Clock, threads and memory of the daemon, or of the simulator. Called in the service's thread."""
-
-    def now(self) -> float:
-        """Return the seconds of a monotonic clock."""
-
-    def post(self, call: Callable[[], None]) -> None:
-        """Schedule a call in the service's thread. For any thread."""
-
-    def map_memfd(self, fd: int, size_bytes: int) -> HostMapping:
-        """Map a client's memfd. Raises KvoffdError if it is not safe to use."""
-
-    def unmap(self, segments: Sequence[HostMapping], then: Callable[[], None]) -> None:
-        """Unmap segments, which is slow, then call ``then``, both in any thread."""
-
-    def random(self, count: int) -> bytes:
-        """Return cryptographically random bytes."""
 
 
 class MemoryMapper:

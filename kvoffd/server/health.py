@@ -113,7 +113,7 @@ class HealthWatch:
                 "computing the prompts, so engines computed them. The daemon or the engines get too little CPU: give "
                 "the daemon a core of its own (CPUAffinity= in its systemd unit), or run less on this machine.",
             )
-        if self.sessions.of_engines >= (most := self.config.max_sessions):
+        if self.sessions.engine_sessions >= (most := self.config.max_sessions):
             yield (
                 "sessions_taken",
                 f"All {most} sessions are taken: further engines are refused, and run without the cache. `kvoffd-cli "
@@ -129,19 +129,21 @@ class HealthWatch:
                 "in many pieces: `ss -xp` and `kvoffd-cli clients` show which. End it, or raise the limit "
                 "(LimitNOFILE= in the systemd unit, ulimit -n).",
             )
-        if (file := self.state_file).is_tried and file.problem:
+        if (file := self.state_file).is_tried and file.problem:  # while it is being written, nothing is known
             yield (
                 "state_unwritable",
                 f"{file.problem}. `clear`, resets and quotas report errors, and a kill may undo them.",
             )
 
     def _full_quota(self) -> str:
-        """Return the namespace whose quota refused the most blocks, as a part of a sentence."""
-        one = max(self.cache.namespaces.values(), key=lambda one: one.counters.no_space["quota"], default=None)
-        quota_bytes = None if one is None else self.cache.quotas.get(one.fingerprint)
-        if one is None or quota_bytes is None:  # it was forgotten, or its quota was removed
+        """Return the namespace whose quota refused the most blocks so far, of those that have one now, as a part of a
+        sentence."""
+        quotas = self.cache.quotas
+        limited = (one for one in self.cache.namespaces.values() if one.fingerprint in quotas)
+        one = max(limited, key=lambda one: one.counters.no_space["quota"], default=None)
+        if one is None or not one.counters.no_space["quota"]:  # the one that refused is forgotten, or has no quota now
             return ""
-        return f" ({one.label} {namespace_id(one.fingerprint)}, at most {format_size(quota_bytes)})"
+        return f" ({one.label} {namespace_id(one.fingerprint)}, at most {format_size(quotas[one.fingerprint])})"
 
     def _missing_ranks(self) -> str:
         """Return the ranks of a namespace that have not registered, as a part of a sentence."""

@@ -207,7 +207,8 @@ class HttpServer:
     async def _health(self, path: str) -> _Answer:
         health, unreachable = await self._ask(self._daemon.health), self._daemon.unreachable()
         good = not unreachable and (health.ready or path == "/healthz")
-        lines = dict.fromkeys(["ok" if good else "not ok", *filter(None, [unreachable]), *health.problems])
+        problems = [unreachable, *health.problems] if unreachable else health.problems
+        lines = dict.fromkeys(["ok" if good else "not ok", *problems])  # each once: health may know of the first too
         return _sentence(HTTPStatus.OK if good else HTTPStatus.SERVICE_UNAVAILABLE, "\n".join(lines))
 
     async def _stats(self, path: str) -> _Answer:

@@ -30,8 +30,8 @@ from kvoffd.cache.tickets import Check, LoadTicket, StorePart, StoreTicket
 from kvoffd.config import Config
 from kvoffd.errors import BadBlockIds, BadKeys, KvoffdError, NotReady, UnknownLease
 from kvoffd.pool.pool import Pool
-from kvoffd.server.engine_memory import Host
 from kvoffd.server.handlers import answers
+from kvoffd.server.host import Host
 from kvoffd.server.session import Registration, Session
 from kvoffd.system.rare_warnings import RareWarnings
 from kvoffd.transfer.engine import SlotChecksums, Transfer
@@ -52,7 +52,6 @@ from kvoffd_proto.messages import (
 
 logger = logging.getLogger(__name__)
 
-ID_LIMIT = 2**31
 QUIET_S = 0.05
 """Time without a copy after which engines count as idle."""
 MAX_UNACKNOWLEDGED_BYTES = 2 << 20
@@ -122,7 +121,7 @@ class GroupPart:
 def checked_parts(registration: Registration, batch: Stores | Loads, *, storing: bool) -> list[GroupPart]:
     """Check jobs and return their parts by group. Raises KvoffdError."""
     namespace, jobs, parts = registration.namespace, len(batch.job_ids), list[GroupPart]()
-    named: set[int] = set()
+    not_empty: set[int] = set()
     for part in batch.groups:
         group = part.group
         if not 0 <= group < len(namespace.specs) or len(part.keys) % namespace.key_bytes:
@@ -136,15 +135,13 @@ def checked_parts(registration: Registration, batch: Stores | Loads, *, storing:
         except BadColumns as error:
             kind = BadBlockIds if error.code is ErrorCode.BAD_BLOCK_IDS else BadKeys
             raise kind(str(error)) from None
-        named.update([span.job for span in spans])
+        not_empty.update([span.job for span in spans])
         block_ids = np.frombuffer(part.block_ids, dtype="<i4")
-        # One comparison: a negative id is a large unsigned number.
-        limit = min(layout.block_limit, ID_LIMIT)
+        limit = layout.block_limit
+        # One comparison: a negative id is an unsigned number above every limit.
         if block_ids.size and int(block_ids.view(np.uint32).max()) >= limit:
             wrong = block_ids[(block_ids < 0) | (block_ids >= limit)][0]
-            raise BadBlockIds(
-                f"Block id {wrong} is outside the registered tensors; use ids from 0 to {layout.block_limit - 1}."
-            )
+            raise BadBlockIds(f"Block id {wrong} is outside the registered tensors; use ids from 0 to {limit - 1}.")
         if _repeats(keys) and any(map(_repeats, (keys[one.key : one.keys_end] for one in spans))):
             raise BadKeys(f"A key of group {group} occurs twice in one job; send each key once.")
         if not storing:
@@ -172,7 +169,7 @@ def checked_parts(registration: Registration, batch: Stores | Loads, *, storing:
                 before={span.key: span.before for span in spans if span.before and storing},
             )
         )
-    if len(named) < jobs:
+    if len(not_empty) < jobs:
         raise BadBlockIds("A job has neither keys nor block ids; leave it out.")
     return parts
 
@@ -203,8 +200,8 @@ class Job:
     """Upper bound of the pieces to copy, set when it is started."""
     checksums: SlotChecksums | None = field(default=None, init=False)
     transfer: Transfer | None = field(default=None, init=False)
-    answered: bool = field(default=False, init=False)
-    """Whether it has its results. If its copy hangs, it still uses its slots and the client's memory."""
+    hangs: bool = field(default=False, init=False)
+    """Whether it is a store whose copy hangs: it has its results, and still uses its slots and the client's memory."""
 
     def plan(self) -> Plan:
         return plan_blocks(self.direction, self.copies)
@@ -265,12 +262,12 @@ class StoreBatch(Job):
         if places:
             self.checksums = SlotChecksums(pool.digests, places, [0] * len(places), pool_address=pool.mapping.address)
 
-    def end(self, cache: Cache, seconds: float, error: ErrorCode | None, *, hangs: bool = False) -> list[JobResult]:
+    def end(self, cache: Cache, seconds: float, error: ErrorCode | None) -> list[JobResult]:
         """Commit the copied blocks, or drop them if there is an ``error``. Return a result for each store.
 
-        ``hangs``: the copy may still write. Its keys may be stored in other slots, and ``abort`` must follow.
+        If its copy hangs, its keys may be stored in other slots from now on, and ``abort`` must follow.
         """
-        if hangs:
+        if self.hangs:
             cache.stores.drop_unfinished(self.stored)
         elif error is not None:
             self.abort(cache)
@@ -281,14 +278,14 @@ class StoreBatch(Job):
             tokens = [part.tokens_by_key() if part.parents and part.token_ids else NO_TOKENS for part in self.parts]
             cache.stores.commit(self.stored, checksums, tokens)
             self.registration.namespace.counters.stored_bytes += self.nbytes
-        # A key is lost, refused or stored. One that a message repeats has the result of its first occurrence.
+        # A key is lost, refused, or stored or there. One that a message repeats has the result of its first occurrence.
         failed: defaultdict[int, list[GroupKeys]] = defaultdict(list)
         rejected: defaultdict[int, list[GroupKeys]] = defaultdict(list)
         for part, stored in zip(self.parts, self.stored, strict=True):
             lost, refused = stored.no_space, stored.rejected
             if stored.duplicates:
                 lost, refused = (_with_repeats(part.keys, one, stored.duplicates) for one in (lost, refused))
-            if error is not None:  # a store without keys to copy lost nothing
+            if error is not None:  # what was to be copied is lost too; what was there before is not
                 lost = sorted({*lost, *stored.copy, *stored.duplicates}.difference(refused))
             if lost or refused:
                 part.add_by_job(lost, failed)
@@ -366,9 +363,8 @@ class LoadJob(Job):
         """Release the slots and keep the lease."""
         cache.end_load(self.tickets)
 
-    def end(self, cache: Cache, seconds: float, error: ErrorCode | None, *, hangs: bool = False) -> list[JobResult]:
+    def end(self, cache: Cache, seconds: float, error: ErrorCode | None) -> list[JobResult]:
         """End the load after its copy and return its result; ``error`` is that of the copy."""
-        assert not hangs, "the copy may still write"
         if self.checksums is not None:
             for check, found in zip(self.checks, self.checksums.sums, strict=True):
                 if found:
@@ -468,6 +464,7 @@ class Jobs:
         parts = (*load_parts, *store_parts)
         keys = sum([len(part.keys) for part in parts])
         pieces = sum([part.block_ids.size * len(part.layout.layers) for part in parts])
+        # Only a client that copies its blocks several times at once exceeds twice this.
         memory_pieces = sum([layout.block_limit * len(layout.layers) for layout in registration.layouts])
         for count, most, what in (
             (len(ids), limits.max_jobs_per_message, "jobs in one message"),
@@ -559,7 +556,8 @@ class Jobs:
     def overdue(self, job: StoreBatch | LoadJob) -> None:
         """Answer a store whose copy hangs; a load must wait for its copy. See the top of this file."""
         if isinstance(job, StoreBatch):
-            self._answer(job, ErrorCode.DEADLINE, hangs=True)
+            job.hangs = True
+            self._answer(job, ErrorCode.DEADLINE)
 
     def finished(self, job: StoreBatch | LoadJob, end: CopyEnd) -> None:
         """End a job whose copy does not touch slots or the client's memory any more."""
@@ -568,9 +566,9 @@ class Jobs:
         # lifeline is still open after the copy.
         if isinstance(job, StoreBatch) and error is None and (session.ended or not session.lifeline.alive()):
             error = ErrorCode.CANCELLED
-        if not job.answered:
+        if not job.hangs:
             self._answer(job, error)
-        else:  # its copy had hung
+        else:
             try:
                 job.abort(self._cache)
             except Exception:
@@ -586,17 +584,16 @@ class Jobs:
         if session.ended:
             session.release_if_idle()
 
-    def _answer(self, job: StoreBatch | LoadJob, error: ErrorCode | None, *, hangs: bool = False) -> None:
+    def _answer(self, job: StoreBatch | LoadJob, error: ErrorCode | None) -> None:
         """Commit or drop a job's blocks, count its results, and have them published."""
         session, counters = job.session, self.counters[job.direction]
         seconds = job.transfer.copy_s if job.transfer is not None else 0.0
         try:
-            results = job.end(self._cache, seconds, error, hangs=hangs)
+            results = job.end(self._cache, seconds, error)
         except Exception:
             # Its slots are not freed: it is unknown whether they may be read or reused.
             logger.exception("Ending a copy failed inside the daemon; its jobs fail.")
             results = [JobResult(job_id, False, 0, seconds, ErrorCode.INTERNAL) for job_id in job.ids]
-        job.answered = True
         nbytes = sum([result.bytes for result in results])
         counters.jobs += len(results)
         counters.failed_jobs += len(results) - sum([result.ok for result in results])

@@ -159,29 +159,30 @@ class PeerServer:
         count = _count_keys(wanted, min(MAX_BLOCKS, MAX_SHARDS // max(1, ranks)))
         self._hear(wanted.fingerprint, wanted.generation)
         group = self._group(wanted)
-        there = np.zeros(count, np.uint8)
+        answers = np.zeros(count, np.uint8)
         columns: tuple[bytes, bytes, bytes] = b"", b"", b""
         if group is not None and list(group.lengths) == request.lengths:
-            blocks_of = self._cache.blocks
-            states, blocks = blocks_of.find(group, wanted.keys)
-            places = np.flatnonzero(np.frombuffer(states, np.uint8) == READY)
+            table = self._cache.blocks
+            states, blocks = table.find(group, wanted.keys)
+            lent = np.flatnonzero(np.frombuffer(states, np.uint8) == READY)  # indices of keys
             most = self._lendable_blocks(group.block_bytes) if self._may_lend(route, ident) else 0
-            if len(places) > most:
+            if len(lent) > most:
                 self.refused += 1
-                there[places[most:]] = BUSY
-                places = places[:most]
-            slots = blocks_of.slots(blocks[places], ranks)
+                answers[lent[most:]] = BUSY
+                lent = lent[:most]
+            slots = table.slots(blocks[lent], ranks)
             records = self._cache.table.records[slots]
-            good = ((records["checksum"] != 0) & (blocks_of.shard[slots] & CORRUPT == 0)).all(axis=1)
-            places, slots, records = places[good], slots[good], records[good]
-            if len(places):
-                there[places] = LENT
+            # The peer compares checksums, so all shards of a block must have one, and none be known to be wrong.
+            sound = ((records["checksum"] != 0) & (table.shard[slots] & CORRUPT == 0)).all(axis=1)
+            lent, slots, records = lent[sound], slots[sound], records[sound]
+            if len(lent):
+                answers[lent] = LENT
                 offsets = self._cache.slots.offsets(slots).astype("<u8").tobytes()
                 sums, firsts = records["checksum"].astype("<u8"), records["first_block"].astype("<u2")
                 columns = offsets, sums.tobytes(), firsts.tobytes()
-                self._lend(route, ident, blocks[places], len(places) * group.block_bytes)
-                self.served_bytes += len(places) * sum(group.lengths)
-        reply = msgspec.msgpack.encode(Pinned(LEASE_S, there.tobytes(), *columns))
+                self._lend(route, ident, blocks[lent], len(lent) * group.block_bytes)
+                self.served_bytes += len(lent) * sum(group.lengths)
+        reply = msgspec.msgpack.encode(Pinned(LEASE_S, answers.tobytes(), *columns))
         assert len(reply) <= MAX_MESSAGE_BYTES
         return reply
 

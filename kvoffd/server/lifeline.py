@@ -212,7 +212,7 @@ class LifelineServer:
                 )
             session = connection.session = service.sessions.open(connection, process)
         except KvoffdError as error:
-            service.counts.count_error(error.code)
+            service.request_counts.count_error(error.code)
             self._refused.warn("A connection was refused: %s", error.message)
             connection.close_with(lifeline.Refused(error.code, error.message))
             return
@@ -235,7 +235,7 @@ class LifelineServer:
                 else:
                     self._attach(connection, frame.segment_id)
         except lifeline.LifelineError as error:
-            self._service.counts.count_error(ErrorCode.MALFORMED)
+            self._service.request_counts.count_error(ErrorCode.MALFORMED)
             self._ended.warn("A lifeline was closed: %s", error)
             self._end(connection, Ending.MALFORMED)
         except (EOFError, ConnectionError):
@@ -256,7 +256,7 @@ class LifelineServer:
         except KvoffdError as error:
             if fd >= 0:
                 connection.close_descriptor(fd)
-            self._service.counts.count_error(error.code)
+            self._service.request_counts.count_error(error.code)
             answer = lifeline.AttachRefused(segment_id, error.code, error.message)
         connection.send(answer)
 

@@ -68,7 +68,7 @@ class Lookups:
         self._times_gained.sample(self.times.counted().buckets)
 
     def times_in_last(self, window_s: float) -> Histogram:
-        """Return the durations of the lookups of the last seconds, as many as one of ``WINDOWS_S``."""
+        """Return the durations of the lookups of the last ``window_s`` seconds, one of ``WINDOWS_S``."""
         _, gained = self._times_gained.gained(window_s, self.times.counted().buckets)
         return Histogram({bound: int(count) for bound, count in gained.items()})
 

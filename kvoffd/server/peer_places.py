@@ -146,9 +146,10 @@ class PeerPlaces:
                 continue
             if place.tier.name in self._addresses:
                 place.listed_at = now
-            # Some names answer with a few of their nodes, others each time.
-            gone = not place.tier.available() or now >= place.listed_at + EXCHANGE_S
-            if place.listed_at < now and gone and self._is_free(place):
+                continue
+            # Some names answer with a few of their nodes, others each time: one that answers stays for a while.
+            has_left = not place.tier.available() or now >= place.listed_at + EXCHANGE_S
+            if has_left and self._is_free(place):
                 self._connect(place, "", only_named=True)
 
     def _exchange(self, place: PeerPlace, now: float) -> None:
@@ -171,6 +172,7 @@ class PeerPlaces:
         return now >= _used_at(place) + least_s and self._is_free(place)
 
     def _is_free(self, place: PeerPlace) -> bool:
+        """Return whether nothing is being asked of, or read from, the peer of a place."""
         return place.source.idle and place.tier.idle and not self._helper.has_reads(place.number)
 
     def _connect(self, place: PeerPlace, address: str, *, only_named: bool) -> bool:

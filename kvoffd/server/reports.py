@@ -116,12 +116,7 @@ class Reports:
         The reason is, of these, the first that there is: that by which the key was ``counted``, what the engine says,
         what the cache knows of the key now, and what the outcome says.
         """
-        found: MissReason | None = None
-        for part in counted:
-            is_its = part.chain is not None and part.chain.group.index == report.missing_group
-            if is_its and (entry := part.reason_of(report.missing_key)) not in (None, FOUND):
-                found = MissReason(entry)
-                break
+        found = _reason_counted(report, counted)
         if found is None and report.reason:
             return report.reason, []
         if found is None and report.missing_key:
@@ -137,3 +132,12 @@ class Reports:
         elif found in NOT_AWAITED.values():
             tiers = list(dict.fromkeys(name for part in counted for name in part.sources))
         return "" if found is None else found.name.lower(), tiers
+
+
+def _reason_counted(report: m.PromptReport, counted: Sequence[AskedKeys]) -> MissReason | None:
+    """Return the reason by which a prompt's first missing key was counted; None if it was not."""
+    for part in counted:
+        is_its_group = part.chain is not None and part.chain.group.index == report.missing_group
+        if is_its_group and (entry := part.reason_of(report.missing_key)) not in (None, FOUND):
+            return MissReason(entry)
+    return None

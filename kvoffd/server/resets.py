@@ -82,7 +82,7 @@ class NamespaceResets:
             why = "This daemon has no shared store and no peers, so no other nodes to clear; leave out --all-nodes."
             raise KvoffdError(why, ErrorCode.BAD_ARGUMENT)
         raises, calls = self._tier_supervisor.void_everywhere(message.namespace)
-        count = self.follow_fleet()
+        count = self.follow_fleet()  # here at once, and not at the next tick
         until = self._clock() + OPERATOR_WAIT_S
         saved = self._state.reply_once_saved(m.Done(message.request_id, count), until, CLEARED_NOT_SAVED)
 
@@ -103,9 +103,10 @@ class NamespaceResets:
     def _unreached(self, raises: Mapping[str, Raise], calls: Calls) -> list[str]:
         """Return a sentence about each store, peer, name and network with nodes that a reset of all did not reach."""
         networks = self._tier_supervisor.networks
-        heard = {name: one.problem or ("" if one.ended else NO_ANSWER) for name, one in raises.items()}
-        found = [f"{name}: {why}" for name, why in heard.items() if why and name not in calls.tiers]
-        found += calls.unreached(heard)
+        problems = {name: one.problem or ("" if one.ended else NO_ANSWER) for name, one in raises.items()}
+        # A node behind a name may have been called and be connected too: ``unreached`` knows both.
+        found = [f"{name}: {why}" for name, why in problems.items() if why and name not in calls.tiers]
+        found += calls.unreached(problems)
         found += [f"{one}: its nodes hear of it once they exchange blocks; clear there too." for one in networks]
         if not (raises or networks or calls.nodes):
             found.append(

@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable, Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from kvoffd.cache.cache import Cache
 from kvoffd.cache.tickets import Check
@@ -22,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 # Reading this takes about a millisecond; between steps engines have the memory bandwidth for themselves.
 STEP_BYTES = 32 << 20
-# Slots examined at a time on the event loop.
+# Slots that one step looks at: the loop does nothing else while it does.
 _STEP_SLOTS = 1024
 
 
@@ -32,16 +33,16 @@ class Scrubber:
     def __init__(self, cache: Cache, clock: Callable[[], float]) -> None:
         self._cache = cache
         self._clock = clock
-        self._slots = np.empty(0, np.uint32)
-        """Slots of the current pass: those in use when it began."""
-        self._begin()
+        self._begin_pass(np.empty(0, np.uint32))
 
-    def _begin(self) -> None:
+    def _begin_pass(self, slots: npt.NDArray[np.uint32]) -> None:
+        self._slots = slots
+        """Slots of the current or last pass: those in use when it began."""
         self._done = 0
-        """Slots of the pass that were compared, or were freed since it began."""
+        """Number of them that were compared, or were freed since."""
         self._step_end: int | None = None
-        """``_done`` after the step that is being read; None if none is, or if its slots are unverified ones, of no
-        pass."""
+        """``_done`` after the step that is being read; None if none is, or if it is a step of unverified slots, which
+        are of no pass."""
         self._checked_slots = self._checked_bytes = self._mismatches = 0
         self._started_at, self._seconds = self._clock(), 0.0
 
@@ -65,8 +66,7 @@ class Scrubber:
     def start(self) -> None:
         """Start a pass over all slots unless one is running."""
         if not self._is_running:
-            self._slots = np.flatnonzero(self._cache.slots.in_use).astype(np.uint32)
-            self._begin()
+            self._begin_pass(np.flatnonzero(self._cache.slots.in_use).astype(np.uint32))
 
     def next_step(self) -> list[Check]:
         """Return slots to read, about ``STEP_BYTES``, for ``finish_step``; it may be empty.
@@ -78,14 +78,16 @@ class Scrubber:
         return _first(integrity.checks(integrity.next_unverified(_STEP_SLOTS))) or self._next_of_pass()
 
     def _next_of_pass(self) -> list[Check]:
-        """Return the next slots of the pass to read. If none is left, end it."""
-        while self._is_running:
-            slots = self._slots[self._done : self._done + _STEP_SLOTS]
-            if checks := _first([check for check in self._cache.integrity.checks(slots) if check.checksum]):
-                self._step_end = self._done + int(np.flatnonzero(slots == checks[-1].slot)[0]) + 1
-                return checks
+        """Return those of the next slots of the pass that are to be read. If none is, these slots are done."""
+        if not self._is_running:
+            return []
+        slots = self._slots[self._done : self._done + _STEP_SLOTS]
+        checks = _first([check for check in self._cache.integrity.checks(slots) if check.checksum])
+        if checks:
+            self._step_end = self._done + int(np.flatnonzero(slots == checks[-1].slot)[0]) + 1
+        else:
             self._advance(self._done + len(slots))
-        return []
+        return checks
 
     def finish_step(self, checks: Sequence[Check], checksums: Sequence[int]) -> None:
         """Act on the checksums of a step's slots."""
@@ -103,7 +105,7 @@ class Scrubber:
         """Set how many slots of the pass are done. With the last one the pass ends."""
         self._done = done
         if not self._is_running:
-            self._end()
+            self._end_pass()
 
     def report(self, request_id: int) -> a.ScrubReply:
         """Return the progress of the running pass, or the result of the last one; all 0 without any."""
@@ -111,7 +113,7 @@ class Scrubber:
         counts = self._checked_slots, self._checked_bytes, self._mismatches
         return a.ScrubReply(request_id, self._is_running, len(self._slots), self._done, *counts, seconds)
 
-    def _end(self) -> None:
+    def _end_pass(self) -> None:
         self._seconds = max(0.0, self._clock() - self._started_at)
         logger.info(
             "Scrubbed %d slots (%s) in %s; %d did not match their checksums.",

@@ -19,10 +19,11 @@ from kvoffd.errors import KvoffdError, refusal_of
 from kvoffd.observe.loop_watch import LoopWatch
 from kvoffd.pool.pool import Pool
 from kvoffd.server.admin import Administration
-from kvoffd.server.engine_memory import Host, MemoryMapper
+from kvoffd.server.engine_memory import MemoryMapper
 from kvoffd.server.events import EventLog, Frames
 from kvoffd.server.handlers import Answer, Pending, handlers_of
 from kvoffd.server.health import HealthWatch
+from kvoffd.server.host import Host
 from kvoffd.server.jobs import Jobs
 from kvoffd.server.known_namespaces import KnownNamespaces, NamespaceUser
 from kvoffd.server.lookups import Lookups
@@ -89,7 +90,7 @@ class Service:
         self.scrubber = Scrubber(cache, clock)
         self.traffic = TrafficCounts(cache, clock, state.counted.lifetime)
         self.curve = HitRatioCurve(cache.slots.pool_bytes, clock)
-        self.counts = RequestCounts(clock)
+        self.request_counts = RequestCounts(clock)
         self.loop_watch = LoopWatch()
         users: list[NamespaceUser] = [self.traffic, self.curve, self.branch_points]
         if tier_supervisor.tiering is not None:
@@ -115,7 +116,7 @@ class Service:
             traffic=self.traffic,
             curve=self.curve,
             branch_points=self.branch_points,
-            counts=self.counts,
+            request_counts=self.request_counts,
             lookups=self.lookups,
             loop_watch=self.loop_watch,
             health=self.health,
@@ -151,7 +152,7 @@ class Service:
 
     def handle(self, route: bytes, frame: bytes) -> None:
         """Handle one request frame. Never raises. Its reply is added to ``replies``, or ``pending`` if it must wait."""
-        self.counts.requests += 1
+        self.request_counts.requests += 1
         request_id, session = 0, None
         answer: Answer
         try:
@@ -237,7 +238,7 @@ class Service:
                 self.memory.tick,
                 self.traffic.tick,
                 self.lookups.tick,
-                self.counts.tick,
+                self.request_counts.tick,
                 self._save_totals_if_due,
                 self.curve.tick,
                 self.branch_points.tick,
@@ -293,7 +294,7 @@ class Service:
         """
         refusal = refusal_of(error)
         if session is None or session.role is not m.Role.ADMIN or refusal.code is ErrorCode.INTERNAL:
-            self.counts.count_error(refusal.code)
+            self.request_counts.count_error(refusal.code)
             who = "a client without a session" if session is None else f"session {session.id} ({session.name})"
             _refused.warn("A request of %s was refused, %s: %s", who, refusal.code.name.lower(), refusal.message)
         return m.Error(request_id, refusal.code, refusal.message)

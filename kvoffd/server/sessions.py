@@ -12,9 +12,9 @@ from kvoffd import __version__
 from kvoffd.cache.cache import Cache
 from kvoffd.config import Config
 from kvoffd.errors import KvoffdError
-from kvoffd.server.engine_memory import Host
 from kvoffd.server.events import CompletionLog, Frames
 from kvoffd.server.handlers import answers, filled
+from kvoffd.server.host import Host
 from kvoffd.server.jobs import Jobs
 from kvoffd.server.session import ClientProcess, Lifeline, Session
 from kvoffd.system.rare_warnings import RareWarnings
@@ -120,7 +120,7 @@ class SessionTable:
         return session
 
     @property
-    def of_engines(self) -> int:
+    def engine_sessions(self) -> int:
         """Number of sessions of schedulers and workers."""
         return sum(session.role in (Role.SCHEDULER, Role.WORKER) for session in self)
 
@@ -159,7 +159,7 @@ class SessionTable:
                 f"User {session.process.uid} may not administer this kvoffd; add the uid to admin_uids.",
                 ErrorCode.FORBIDDEN,
             )
-        if role is not Role.ADMIN and session.role is None and self.of_engines >= self._config.max_sessions:
+        if role is not Role.ADMIN and session.role is None and self.engine_sessions >= self._config.max_sessions:
             raise self._full()
         if session.role is None:
             where = f"pid {session.process.pid}" if session.process.pid else "in another pid namespace"
@@ -259,9 +259,9 @@ class SessionTable:
                 self.departed.popitem(last=False)
         self._cache.end_session(session.id)
         session.ended, session.on_released = True, on_released
-        session.release_if_idle()
         self._jobs.abandon(self._jobs.of(session).values())
         session.close_memory()
+        session.release_if_idle()
         self.share_credit()
         if session.role is not None:
             level = logging.DEBUG if session.role is Role.ADMIN else logging.INFO

@@ -242,7 +242,7 @@ class Sockets:
                 self._jobs.send(route, _NOBLOCK | _SNDMORE)
                 self._jobs.send(frame, _NOBLOCK)
             except zmq.ZMQError as error:
-                service.counts.replies_dropped["unread" if isinstance(error, zmq.Again) else "gone"] += 1
+                service.request_counts.replies_dropped["unread" if isinstance(error, zmq.Again) else "gone"] += 1
         if service.urgent or not replies:
             service.after_send()
         elif not self._serve_scheduled:
@@ -260,7 +260,7 @@ class Sockets:
             process = _process_at(address)
             allowed = process.pid == os.getpid() or may_connect(process, self._config)
             if not allowed:
-                self._service.counts.count_error(ErrorCode.FORBIDDEN)
+                self._service.request_counts.count_error(ErrorCode.FORBIDDEN)
                 self._warnings.warn(
                     "A connection was refused: user %d (group %d) may not use this kvoffd.", process.uid, process.gid
                 )

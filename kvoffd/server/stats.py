@@ -66,7 +66,7 @@ class Statistics:
     traffic: TrafficCounts
     curve: HitRatioCurve
     branch_points: BranchPoints
-    counts: RequestCounts
+    request_counts: RequestCounts
     lookups: Lookups
     loop_watch: LoopWatch
     health: HealthWatch
@@ -83,7 +83,7 @@ class Statistics:
         usage = resource.getrusage(resource.RUSAGE_SELF)
         total = traffic.total()
         recent = traffic.in_last(MINUTE_S, total)
-        hour_requests, hour_errors = self.counts.in_last_hour()
+        hour_requests, hour_errors = self.request_counts.in_last_hour()
         level, causes = self.health.judge(recent)
         on_disk = sum(
             (disk.tier.bytes_by_namespace() for disk in self.tier_supervisor if disk.tier is not None), Counter[bytes]()
@@ -98,15 +98,15 @@ class Statistics:
             ready=level is not a.HealthLevel.DOWN,
             health=level,
             health_problems=[s.Problem(cause.reason, cause.sentence) for cause in causes],
-            sessions=self.sessions.of_engines,
+            sessions=self.sessions.engine_sessions,
             ended_sessions=dict(self.sessions.endings),
             leases=cache.leases.count,
             pinned_blocks=cache.blocks.pinned_blocks,
-            requests=self.counts.requests,
-            errors=dict(self.counts.errors),
+            requests=self.request_counts.requests,
+            errors=dict(self.request_counts.errors),
             last_hour_requests=hour_requests,
             last_hour_errors=hour_errors,
-            replies_dropped=dict(self.counts.replies_dropped),
+            replies_dropped=dict(self.request_counts.replies_dropped),
             kv_events=self.events.published,
             cpu_seconds=usage.ru_utime + usage.ru_stime,
             resident_bytes=_resident_bytes(self.pool),

@@ -19,7 +19,7 @@ from kvoffd.config import Config, DiskSize, parse_peer, peer_addresses
 from kvoffd.errors import KvoffdError
 from kvoffd.observe.meters import HOUR_S, CounterWindows
 from kvoffd.pool.pool import Pool
-from kvoffd.server.engine_memory import Post
+from kvoffd.server.host import Post
 from kvoffd.server.lender import PeerServer
 from kvoffd.server.peer_places import PeerPlaces
 from kvoffd.server.persistence import State

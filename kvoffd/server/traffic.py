@@ -14,16 +14,17 @@ from kvoffd.observe.meters import CounterSteps, CounterWindows
 from kvoffd_proto.stats import Lifetime, Window
 
 SAMPLE_EVERY_S = 1.0
-_MISSES, _NO_SPACE, _TOKENS = "misses", "no_space", "prompt_tokens"
-_BY_NAME = _MISSES, _NO_SPACE, _TOKENS
+_MISSES, _NO_SPACE, _TOKENS = _MAPS = "misses", "no_space", "prompt_tokens"
 """Counters of a namespace that are maps. Here an entry of one is a count with a name such as ``misses evicted``."""
-COUNTED = tuple(name for name in Counters.__slots__ if name not in _BY_NAME and not name.endswith("per_second"))
+_SPEED = "prefill_tokens_per_second"
+"""The only one of ``Counters`` that does not grow."""
+COUNTED = tuple(name for name in Counters.__slots__ if name not in (*_MAPS, _SPEED))
 """Counters that are numbers."""
 _GPU_SECONDS = "saved_gpu_seconds"
 _numbers_of = attrgetter(*COUNTED)
 _MISSES_OF = {reason: f"{_MISSES} {reason.name.lower()}" for reason in MissReason}
-_COPIED = tuple(sorted({*Window.__struct_fields__} & {*COUNTED}))
-"""Counters that statistics have under the same name."""
+_SAME_IN_TRAFFIC = tuple(sorted({*Window.__struct_fields__} & {*COUNTED}))
+"""Counters that Traffic has under the same name."""
 
 
 class TrafficCounts:
@@ -41,7 +42,7 @@ class TrafficCounts:
         self._sampled_at = float("-inf")
         self._total: Counter[str] = Counter()
         self._counted: dict[Namespace, Mapping[str, float]] = {}
-        """Each namespace's part of the totals."""
+        """The counts of each namespace that are in the totals."""
         self.gone_namespaces = 0
         """Number of forgotten namespaces that had counted something."""
 
@@ -55,17 +56,17 @@ class TrafficCounts:
 
     def namespace_forgotten(self, namespace: Namespace) -> None:
         """Keep a namespace's counts in the totals after it was forgotten."""
-        self._add(namespace)
+        self._add_new_counts(namespace)
         if self._counted.pop(namespace, None):
             self.gone_namespaces += 1
 
     def total(self) -> Mapping[str, float]:
         """Return the counts of all namespaces since the start."""
         for namespace in self._cache.namespaces.values():
-            self._add(namespace)
+            self._add_new_counts(namespace)
         return self._total.copy()
 
-    def _add(self, namespace: Namespace) -> None:
+    def _add_new_counts(self, namespace: Namespace) -> None:
         """Add a namespace's counts since the last call to the totals, which never fall."""
         if namespace.of_bench:
             return
@@ -125,20 +126,20 @@ def figures(counts: Mapping[str, float]) -> dict[str, Any]:
 
     Every requested key was loaded, not needed, or a miss.
     """
-    by_name: dict[str, dict[str, int]] = {kind: {} for kind in _BY_NAME}
+    maps: dict[str, dict[str, int]] = {name: {} for name in _MAPS}
     for name, count in counts.items():
         if " " in name and count:
-            kind, what = name.split(" ")
-            by_name[kind][what] = int(count)
-    misses, causes = by_name[_MISSES], by_name[_NO_SPACE]
+            of_map, entry = name.split(" ")
+            maps[of_map][entry] = int(count)
+    misses, causes = maps[_MISSES], maps[_NO_SPACE]
     sources = {"pool": "keys_ready", "disk": "found_disk", "shared": "found_shared"}
     found = {source: int(count) for source, name in sources.items() if (count := counts.get(name, 0))}
     loaded = int(counts.get("loaded_keys", 0))
     not_needed = max(0, int(counts.get("covered_keys", 0)) - loaded)
-    return {name: counts.get(name, 0) for name in _COPIED} | {
+    return {name: counts.get(name, 0) for name in _SAME_IN_TRAFFIC} | {
         _GPU_SECONDS: counts.get(_GPU_SECONDS, 0.0),
         "misses": misses,
-        "prompt_tokens": by_name[_TOKENS],
+        "prompt_tokens": maps[_TOKENS],
         "found_keys": found,
         "not_needed_keys": not_needed,
         "asked_keys": loaded + not_needed + sum(misses.values()),

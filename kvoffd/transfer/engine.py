@@ -199,11 +199,14 @@ class CopyQueue:
         lock = threading.Lock()
         self._wake, self._to_read = threading.Condition(lock), threading.Condition(lock)
         self._waiting: dict[Transfer, None] = {}
-        # With the ids of the threads that copy it or compute its checksums; empty while it waits for a reader.
+        """Transfers whose copy has not begun, oldest first."""
         self._running: dict[Transfer, set[int]] = {}
+        """Transfers whose copy has begun, with the ids of the threads that copy or read for checksums; none while it
+        waits for a reader."""
         self._unread: deque[_Reading] = deque()
-        # Transfers that have not ended in time, and when their threads last ran or waited for a CPU.
+        """Stores with parts that no reader has begun."""
         self._overdue: dict[Transfer, float] = {}
+        """Running transfers that have not ended in time, and when their threads last ran or waited for a CPU."""
         self._stopped = False
         self._max_unread = MAX_UNREAD_STORES if readers else 0
         works: list[tuple[str, Callable[[], None]]]
@@ -244,10 +247,11 @@ class CopyQueue:
                 if now >= transfer.deadline:
                     transfer.must_end(CopyEnd.DEADLINE)
                 if now >= transfer.deadline + OVERDUE_GRACE_S:
-                    if transfer not in self._overdue:
+                    is_new = transfer not in self._overdue
+                    if is_new:
                         late.append(transfer)
-                        self._overdue[transfer] = now
-                    elif all(map(_wants_cpu, threads)):  # also of no thread: it waits for a reader
+                    # One that waits for a reader has no thread, and does not hang.
+                    if is_new or all(map(_wants_cpu, threads)):
                         self._overdue[transfer] = now
         for transfer in waiting:
             self._end(transfer, CopyEnd.DEADLINE)

@@ -347,18 +347,35 @@ def answer_lookup(scheduler: SchedulerClient, link: PaperLink, now: float, state
 
 
 def test_a_lookup_released_before_its_answer_holds_nothing(scheduler: SchedulerClient, link: PaperLink) -> None:
-    """Even if the release did not go out; else it goes behind its lookup, so that there is a lease that it ends."""
+    """Its release goes behind it, so that there is a lease that it ends; if that does not go out, a second later."""
     scheduler.release(look_up(scheduler, link, 0.0).lease_id)
     assert [type(message) for message in link.sent[-2:]] == [m.Lookup, m.Release]
     future = look_up(scheduler, link, 0.0, KEYS)
     link.full = True
     scheduler.release(future.lease_id)
     assert link.count(m.Release) == 1
-    link.full = False
     answer_lookup(scheduler, link, 0.1, [b"\2\2"], 2)
     assert (future.done, future.pinned, future.alive) == (True, 0, False)
+    link.full = False
+    scheduler.tick(1.1)
     assert link.last(m.Release).lease_ids == [future.lease_id]
+    scheduler.tick(1.9)
+    assert link.count(m.Release) == 2
     assert not scheduler._leases
+
+
+def test_releases_that_did_not_go_out_go_out_together(scheduler: SchedulerClient, link: PaperLink) -> None:
+    """The daemon stood still for so long that the queue to it was full."""
+    futures = [look_up(scheduler, link, 0.0) for _ in range(3)]
+    for asked in [one for one in link.sent if isinstance(one, m.Lookup)]:
+        scheduler.on_reply(m.LookupReply(asked.request_id, asked.lease_id, [b"\2\2"], 2, 10_000), 0.0)
+    link.full = True
+    for future in futures[:2]:
+        scheduler.release(future.lease_id)
+    assert look_up(scheduler, link, 0.0).failed, "it was not sent, and has no lease"
+    link.full = False
+    scheduler.release(futures[2].lease_id)
+    assert link.last(m.Release).lease_ids == [future.lease_id for future in futures]
 
 
 def test_a_lookup_is_done_after_all_that_is_read_of_it(
@@ -414,6 +431,21 @@ def test_a_lease_is_stale_after_half_of_its_life(scheduler: SchedulerClient, lin
     assert link.last(m.Release).lease_ids == [found.lease_id]
 
 
+def test_what_needs_no_answer_is_sent_to_a_daemon_that_does_not_answer(
+    scheduler: SchedulerClient, link: PaperLink
+) -> None:
+    """It stands still, and reads it when it continues: what is free, what is unusable, how many lookups were late."""
+    found = look_up(scheduler, link, 0.0)
+    answer_lookup(scheduler, link, 0.0, [b"\2\2"], 2)
+    look_up(scheduler, link, 1.0)
+    scheduler.tick(1.0 + OPTIONS.unresponsive_after_s)
+    assert not scheduler.ready
+    scheduler.release(found.lease_id)
+    scheduler.invalidate(KEYS)
+    scheduler.report(1.0, 0, 0, late_lookups=1)
+    assert [type(one) for one in link.sent[-3:]] == [m.Release, m.Invalidate, m.ReportEngine]
+
+
 def test_leases_die_with_their_connection(scheduler: SchedulerClient, link: PaperLink) -> None:
     future = look_up(scheduler, link, 0.1, KEYS)
     answer_lookup(scheduler, link, 0.1, [b"\2\2"], 2)
@@ -426,7 +458,7 @@ def test_the_limits_of_a_daemon_end_with_its_session(scheduler: SchedulerClient,
     scheduler._limits = msgspec.structs.replace(LIMITS, max_frame_bytes=1)
     scheduler.on_lifeline_end(0.2)
     connect(scheduler, link, 3.0, EPOCH + 1)
-    assert scheduler._phase is Phase.READY
+    assert scheduler._phase is Phase.OPEN
 
 
 def test_full_queues_and_frames_too_large_are_misses_at_once(scheduler: SchedulerClient, link: PaperLink) -> None:

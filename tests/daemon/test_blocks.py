@@ -28,6 +28,7 @@ from kvoffd_client import (
     LookupFuture,
     RequestRefused,
     RequestTimeout,
+    SharedMemory,
 )
 from kvoffd_client.testing import FakeEngine
 from tests.kit.checked import flip
@@ -35,7 +36,7 @@ from tests.kit.daemon import DaemonProcess
 from tests.kit.redis_server import RedisServer
 from tests.kit.require import require
 from tests.kit.waiting import wait_until
-from tests.kit.wire import books, keys
+from tests.kit.wire import WireClient, books, keys, store_of
 
 torch = pytest.importorskip("torch")
 PAGE_BYTES = 4096
@@ -384,6 +385,24 @@ def test_a_put_replaces_blocks_that_nobody_uses(
     assert blocks.put(key, kv)
     assert books(shared_daemon.directory).ready_blocks == before, "one went for it"
     assert both_ranks(blocks, key)[1][0].equal(kv[1][0])
+
+
+def test_a_put_does_not_replace_what_an_engine_uses_of_a_block(shared_daemon: DaemonProcess) -> None:
+    """The daemon has it without its first engine block, and a lease pins it."""
+    namespace, (key,), kv = b"narrow".ljust(32), keys(1), [np.full(2 * PAGE_BYTES, 7, np.uint8)]
+    directory = shared_daemon.directory
+    with WireClient(directory) as worker, WireClient(directory, "scheduler") as scheduler:
+        for client in (worker, scheduler):
+            client.open_namespace(namespace)
+        with SharedMemory(8 * PAGE_BYTES, "narrow") as memory:
+            cache = worker.register(memory, PAGE_BYTES, namespace=namespace, blocks_per_key=2)
+            assert worker.step(cache, [store_of(1, [key], [0], first_block=1)])[1].ok
+            assert scheduler.lookup(1, [key], namespace).states == "R"
+            with BlockClient(directory, namespace, timeout_s=1.0) as blocks:
+                with pytest.raises(KvoffdClientError, match="without its first engine blocks"):
+                    blocks.put(key, kv)
+                assert scheduler.release(1) == 1
+                assert blocks.put(key, kv)
 
 
 @pytest.mark.parametrize("end", ["refused", "late", "interrupted"])

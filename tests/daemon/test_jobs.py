@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import random
+import signal
 import socket
 import time
 from collections.abc import Iterator
@@ -13,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvoffd_client import ErrorCode, GroupTransfer, Job, JobResult, SharedMemory
+from kvoffd_client import ClientOptions, ErrorCode, GroupKeys, GroupTransfer, Job, JobResult, SharedMemory
 from kvoffd_client.testing import FakeEngine
 from tests.kit.checked import CheckedEngine
 from tests.kit.daemon import DaemonProcess
@@ -314,6 +316,24 @@ def test_leases_end_with_their_session(shared_daemon: DaemonProcess, worker: Wir
     wait_until(lambda: books(shared_daemon.directory).leases == 0)
     after = books(shared_daemon.directory)
     assert (after.pinned_blocks, after.pool.pinned_bytes, after.ready_blocks) == (0, 0, 2)
+
+
+def test_leases_that_are_released_while_the_daemon_stands_still_end_when_it_continues(
+    shared_daemon: DaemonProcess,
+) -> None:
+    """It would pin their blocks for ten minutes."""
+    options = ClientOptions(request_timeout_s=0.5, unresponsive_after_s=1.0)
+    with FakeEngine(shared_daemon.directory, options=options) as fake:
+        wait_until(lambda: fake.store(keys(1), [0]).ok)
+        wait_until(lambda: fake.lookup(keys(1)) == 1)
+        os.kill(shared_daemon.pid, signal.SIGSTOP)
+        try:
+            fake.scheduler.lookup([GroupKeys(0, keys(2)[0])])
+            wait_until(lambda: not fake.scheduler.ready)
+            fake.release()
+        finally:
+            os.kill(shared_daemon.pid, signal.SIGCONT)
+        wait_until(lambda: not books(shared_daemon.directory).leases)
 
 
 def test_a_pool_of_pinned_blocks_has_no_room_and_says_so() -> None:

@@ -141,6 +141,20 @@ def test_what_a_quota_takes_is_a_miss_by_the_quota_and_not_for_want_of_space() -
             assert admin.stats().since_start.misses == {"quota": 3}
 
 
+def test_a_namespace_without_a_quota_is_not_named_for_one() -> None:
+    """Health names another one, even if this one's quota refused more until it was removed."""
+    with DaemonProcess("16MiB", eviction_policy="lru") as daemon, AdminClient(daemon.directory) as admin:
+        with FakeEngine(daemon.directory, "free") as free, FakeEngine(daemon.directory, "tiny") as tiny:
+            for engine, name, lost in ((free, "free", 3), (tiny, "tiny", 1)):
+                assert set_quota(daemon, name, f"{4 * BLOCK_BYTES}")[0] == 0
+                assert engine.store(keys(*range(4)), range(4)).ok
+                assert engine.lookup(keys(*range(4))) == 4, "all that it has is leased"
+                assert len(engine.store(keys(*range(4, 4 + lost)), range(lost)).failed_keys) == lost
+            assert set_quota(daemon, "free", "none")[0] == 0
+            (cause,) = admin.health().causes
+            assert "at its quota, all of it pinned, being written, or of the same prompt (tiny " in cause.sentence
+
+
 def test_what_a_reset_took_is_a_miss_by_that() -> None:
     with DaemonProcess("16MiB") as daemon, FakeEngine(daemon.directory, "tiny") as engine:
         with AdminClient(daemon.directory) as admin:

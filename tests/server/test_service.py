@@ -295,7 +295,7 @@ def test_a_reply_that_cannot_be_encoded_is_an_error_for_its_client_alone(
     assert isinstance(refused, m.Error)
     assert (refused.request_id, refused.code) == (5, ErrorCode.INTERNAL)
     assert [record.levelname for record in caplog.records if record.exc_info] == ["ERROR"]
-    assert bench.service.counts.errors == {"internal": 1}
+    assert bench.service.request_counts.errors == {"internal": 1}
     assert not bench.service.pending
     assert isinstance(bench.ask(admin, ListPrompts(6))[0], PromptsListed)
 
@@ -441,6 +441,22 @@ def test_a_step_of_scrubbing_reads_no_more_than_its_bytes(monkeypatch: pytest.Mo
     for _ in range(3):
         (check,) = scrubber.next_step()
         scrubber.finish_step([check], [7])
+    assert not scrubber.has_work
+
+
+def test_a_step_of_scrubbing_looks_at_few_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if nothing is left to read, as after a clear: a large pool would keep the loop for long."""
+    rig = CacheRig(units=64, region_units=8)
+    rig.commit(rig.begin(space := rig.open("one"), 0, 0, keys_of(1, 2, 3)))
+    monkeypatch.setattr("kvoffd.server.scrubber._STEP_SLOTS", 1)
+    scrubber = Scrubber(rig.cache, lambda: 0.0)
+    scrubber.start()
+    rig.cache.reset(space)
+    while rig.cache.background():
+        pass
+    for done in range(1, 4):
+        assert not scrubber.next_step()
+        assert scrubber.report(1).done_slots == done
     assert not scrubber.has_work
 
 

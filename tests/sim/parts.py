@@ -17,8 +17,8 @@ from kvoffd.config import Config, ServerLimits
 from kvoffd.pool.backing import MemfdBacking
 from kvoffd.pool.memory import PoolMemory
 from kvoffd.pool.pool import Pool
-from kvoffd.server.engine_memory import Host
 from kvoffd.server.events import EventLog
+from kvoffd.server.host import Host
 from kvoffd.server.persistence import RETRY_S, PolicyFile, State, StateFile
 from kvoffd.server.pool_opening import restore
 from kvoffd.server.service import Service

@@ -10,8 +10,8 @@ from kvoffd.cache.namespace import Namespace
 from kvoffd.config import Config, DiskSize
 from kvoffd.observe.meters import CounterWindows
 from kvoffd.pool.pool import Pool
-from kvoffd.server.engine_memory import Post
 from kvoffd.server.events import EventLog
+from kvoffd.server.host import Post
 from kvoffd.server.persistence import State
 from kvoffd.server.service import Service
 from kvoffd.server.tier_supervisor import Disk, TierSupervisor, make_tiering

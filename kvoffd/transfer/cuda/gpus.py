@@ -184,8 +184,12 @@ class Gpu:
 class Gpus:
     """All GPUs of the machine. Calls CUDA only in its own threads, after ``pin_pool`` or ``map``.
 
-    The pool must be touched. It stays pinned for ``pin_linger_s`` after its last use. ``work``: to
-    which the copies of all are added; ``clock`` is for deadlines; ``library`` is that of Cuda.
+    The pool must be touched. It stays pinned for ``pin_linger_s`` after its last use.
+
+    Args:
+        work: of each direction, to which the copies of all GPUs are added.
+        clock: for deadlines, in seconds.
+        library: path of the CUDA driver; empty: see ``Cuda``.
     """
 
     def __init__(
