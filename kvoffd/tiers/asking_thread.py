@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
 from kvoffd.tiers.block_threads import NO_ANSWER, StoreThread
-from kvoffd.tiers.generations import is_sound
+from kvoffd.tiers.generations import checked
 from kvoffd.tiers.header import BlockGroup, stored_group
 from kvoffd.tiers.store import UNKEPT, StoreError, StoreUsage
 
@@ -28,7 +27,11 @@ class Look:
 
 @dataclass(slots=True, eq=False)
 class Raise:
-    """Raises a generation, at least to this one, which voids the blocks of a namespace for all nodes."""
+    """Raises a generation, which voids the blocks of a namespace for all nodes.
+
+    Attributes:
+        generation: at least this one; the thread sets it to the one that the store got.
+    """
 
     fingerprint: bytes
     generation: int
@@ -231,19 +234,14 @@ class AskingThread(StoreThread):
         try:
             self._store.connect()
             seen = checked(self._store.generation(request.fingerprint, until), request.fingerprint)
-            least = seen if self._store.follows else seen + 1
-            raised = self._store.raise_generation(request.fingerprint, seen, max(least, request.generation), until)
+            # An equal number of a peer is this clear's, of which it heard elsewhere. A higher one may be an earlier
+            # clear's, by a clock that is ahead: the peer would keep what it has stored since.
+            if seen > request.generation or not self._store.follows:
+                request.generation = max(request.generation, seen + 1)
+            raised = self._store.raise_generation(request.fingerprint, seen, request.generation, until)
             return checked(raised, request.fingerprint)
         except Exception as error:
             kind = error.kind if self._store.follows and isinstance(error, StoreError) else ""
             if kind not in ("busy", UNKEPT):
                 self._fail(error, "write")
             return Unfollowed(str(error)) if kind in ("busy", UNKEPT, "timeout") else error
-
-
-def checked(generation: int, fingerprint: bytes) -> int:
-    """Return a generation from a store or peer. Raises StoreError for one that no node can have written."""
-    if not is_sound(generation, time.time()):
-        why = f"The generation {generation} of the namespace {fingerprint.hex()} was not written by a node"
-        raise StoreError("generation", f"{why}; remove it there.")
-    return generation

@@ -157,8 +157,8 @@ class Store(ABC):
         keys_at_once: most keys of one ``ask``, after which other clients can have their turn.
         blocks_at_once, bytes_at_once: most blocks of one ``get`` or ``put``, and their bytes if there are several.
         failed_s: time for which a block whose read failed counts as absent.
-        follows: whether it is a peer, which follows generations: one that it has already, as it heard of it elsewhere,
-            is not raised. Any other store must get a higher one.
+        follows: whether it is a peer, which may have heard of a clear's generation elsewhere: then it has followed.
+            A store with the same number has it from another clear, and gets a higher one.
         believed_s: time for which an existing block is not offered again. The store may lose it; an offer is a use.
         writers: threads that write. With several, one looks for existing blocks while another one's are being sent.
         servers: those of the store, the same object for all connections; None if they are unknown.

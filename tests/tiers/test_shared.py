@@ -392,6 +392,27 @@ def test_a_peer_that_has_the_raised_number_already_is_not_asked_for_one_more(
     assert rig.tier.generations.fleet(ONE) == raised + (not follows)
 
 
+def test_a_peer_with_a_higher_number_gets_one_above_it(
+    store: FaultyStore, rig: SharedRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be an earlier clear's, by a clock that is ahead: the peer would keep what it has stored since."""
+    monkeypatch.setattr(Redis, "follows", True)
+    ahead = rig.tier.generations.next_of_all(ONE) + 3600
+    store.values[generation_name(ONE)] = b"%d" % ahead
+    right, calls = rig.tier._store.raise_generation, count(1)
+
+    def unkept(*arguments: Any) -> int:
+        raised = right(*arguments)
+        if next(calls) == 1:
+            raise StoreError(UNKEPT, "It is not written yet.")
+        return raised
+
+    monkeypatch.setattr(rig.tier._store, "raise_generation", unkept)
+    assert not rig.raise_generation(ONE).problem
+    assert store.values[generation_name(ONE)] == b"%d" % (ahead + 1), "and none above that at the second attempt"
+    assert rig.tier.generations.fleet(ONE) == ahead + 1
+
+
 @pytest.mark.parametrize("follows_after", [3, None])
 def test_a_peer_that_has_not_followed_is_asked_again_and_holds_no_question_up(
     rig: SharedRig, monkeypatch: pytest.MonkeyPatch, follows_after: int | None
