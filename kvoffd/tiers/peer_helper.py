@@ -261,7 +261,7 @@ class Helper:
         self._asked = {ident: of for ident, of in self._asked.items() if of != number}
         agent = self._agents.pop(number, None)
         if agent is not None and agent not in self._agents.values():
-            self._nixl.remove_remote_agent(agent.name)
+            self._remove_agent(agent.name)
         self._settings.peers[number] = address
         self._peers[number] = None
         if not address:
@@ -463,7 +463,10 @@ class Helper:
         """Remove a peer's agent, under all its numbers."""
         name = self._agents[number].name
         self._agents = {at: agent for at, agent in self._agents.items() if agent.name != name}
-        with suppress(Exception):
+        self._remove_agent(name)
+
+    def _remove_agent(self, name: str) -> None:
+        with suppress(Exception):  # of a peer that is gone; other peers are read all the same
             self._nixl.remove_remote_agent(name)
 
     def _begin(self, number: int, ident: int, offsets: npt.NDArray[np.uint64], lengths: npt.NDArray[np.uint64]) -> None:

@@ -423,6 +423,7 @@ class PeerHelper:
             except Exception as error:
                 self._cannot_work = not isinstance(error, ConnectionError)  # that is a kill
                 self.problem = f"The helper process for peers cannot be started: {error}."
+            self._start_ended.set()
             if self._closed.is_set():
                 return
             # One that cannot work may take long to find that out, on a busy machine.
@@ -463,7 +464,6 @@ class PeerHelper:
                 self.up = False
                 with self._lock:
                     self._channel = None
-                self._start_ended.set()  # this one has failed
                 self._kill()
                 code = self._process.wait()
                 self.life += 1
@@ -499,7 +499,7 @@ class PeerHelper:
             self._on_request(payload[:number], ident, payload[number], payload[number + 1 :])
             return  # its id is the peer's, and answers no call
         if kind == STARTED:
-            self.up, self._cannot_work, self.problem = not payload, bool(payload), payload.decode()
+            self.up, self._cannot_work, self.problem = not payload, bool(payload), payload.decode(errors="replace")
             self._start_ended.set()
             if self.up:
                 logger.info("The helper process for peers has started.")

@@ -45,6 +45,7 @@ from kvoffd.tiers.peers import (
     RELEASE,
     SLICE_BYTES,
     SLICES,
+    STARTED,
     HelperSettings,
     PeerHelper,
     PeerStore,
@@ -724,6 +725,24 @@ def test_a_stop_does_not_wait_for_a_helper_that_starts(nixl: None, monkeypatch: 
     reader.close()
 
 
+def test_nobody_waits_for_a_helper_that_cannot_be_started(nixl: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where the process may have no more descriptors."""
+    monkeypatch.setattr(peers, "START_S", LONGER_THAN_A_TEST_S)
+    popen = Mock(side_effect=OSError(24, "Too many open files"))
+    monkeypatch.setattr(peers, "subprocess", SimpleNamespace(Popen=popen, DEVNULL=subprocess.DEVNULL))
+    reader = Reader(free_port())
+    with pytest.raises(StoreError, match=r"cannot be started: .*Too many open files"):
+        reader.stores[0].connect()
+    reader.close()
+
+
+def test_a_helper_says_why_it_cannot_work_though_the_sentence_is_cut_in_a_character() -> None:
+    helper = object.__new__(PeerHelper)
+    helper._start_ended = threading.Event()
+    helper._received(frame(STARTED, 0, 0, "It has no größeren".encode()[:13]))
+    assert (helper.up, helper.problem) == (False, "It has no gr\ufffd")
+
+
 def test_a_helper_that_cannot_work_is_started_less_and_less_often(
     cold: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -800,3 +819,13 @@ def test_a_peer_with_two_names_has_one_agent() -> None:
     helper._drop_agent(3)
     assert not helper._agents, "its reads failed by either name"
     helper._nixl.remove_remote_agent.assert_called_once_with("agent")
+
+
+def test_an_agent_that_nixl_does_not_know_any_more_does_not_end_the_helper() -> None:
+    """Its peer's number gets another one."""
+    helper = object.__new__(peer_helper.Helper)
+    helper._nixl, helper._agents = Mock(), {0: peer_helper.Agent(b"metadata", "agent", 1)}
+    helper._nixl.remove_remote_agent.side_effect = RuntimeError("NIXL_ERR_NOT_FOUND")
+    helper._settings, helper._peers, helper._asked = HelperSettings(["node-b:7400"], "", SECRET), [None], {}
+    helper._replace(0, "")
+    assert (helper._agents, helper._settings.peers) == ({}, [""])
