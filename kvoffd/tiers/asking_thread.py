@@ -14,7 +14,8 @@ from kvoffd.tiers.store import UNKEPT, StoreError, StoreUsage
 PROBE_S, LOOK_DEADLINE_S = 1.0, 0.5
 """Limits for the answer to a probe, and about how full the store is."""
 ASK_PATIENCE_S = 0.08
-"""Time beyond an ask's deadline after which its connection is closed; beyond the deadline it counts as a failure."""
+"""Time after an ask's deadline, at which an answer is late enough to count as a failure, until its connection is
+closed."""
 
 
 class Probe:
@@ -108,7 +109,7 @@ class AskingThread(StoreThread):
             self._store.ping(self._clock() + PROBE_S)
             answers = True
         except Exception as error:
-            self._fail(error, "")
+            self._report(error)
         if self._breaker.open:
             self._breaker.probed(answers)
         elif not answers:
@@ -122,7 +123,7 @@ class AskingThread(StoreThread):
         except StoreError as error:
             if error.kind not in NO_ANSWER:
                 return None
-            self._fail(error, "")
+            self._report(error)
             return error
 
     def _ask(self, ask: Ask) -> Answer | None:
@@ -146,7 +147,7 @@ class AskingThread(StoreThread):
                     break
                 generation, found = seen, found + there
         except Exception as error:
-            self._fail(error, "ask")
+            self._report(error, "ask")
             return None
         self._record_success(is_slow)
         found += [False] * (len(ask.keys) - len(found))
@@ -167,7 +168,7 @@ class AskingThread(StoreThread):
                 raise StoreError("protocol", f"{wanted} generations were requested, but {len(theirs)} answered.")
             seconds = self._clock() - started
         except Exception as error:
-            self._fail(error, "ask")
+            self._report(error, "ask")
             return None
         self._record_success(self._clock() - began > self._tier.ask_deadline_s)
         each = zip(poll.fingerprints, ours, theirs, strict=True)
@@ -181,14 +182,14 @@ class AskingThread(StoreThread):
                 raise theirs
             checked(theirs, fingerprint)
         except StoreError as error:
-            self._fail(error, "ask")
+            self._report(error, "ask")
             return None
         if theirs < ours and self._clock() < deadline:
             try:
                 self._store.connect()  # an earlier one may have been refused, which closes the connection
                 self._give_back(fingerprint, theirs, ours, deadline)
             except Exception as error:  # the store has answered all the same: else this node would hear of no clear
-                self._fail(error, "" if self._store.follows else "write")
+                self._report(error, "" if self._store.follows else "write")
         return max(theirs, ours)
 
     def _record_success(self, is_slow: bool) -> None:
@@ -224,7 +225,7 @@ class AskingThread(StoreThread):
             if error.kind in NO_ANSWER:
                 raise
             if error.kind != UNKEPT:  # else the peer has followed, and lends what is safe
-                self._fail(error, "" if self._store.follows else "write")  # a node with write permission does it
+                self._report(error, "" if self._store.follows else "write")  # a node with write permission does it
 
     def _raise(self, request: Raise) -> int | Exception:
         """Return the raised generation, or the failure."""
@@ -243,5 +244,5 @@ class AskingThread(StoreThread):
         except Exception as error:
             kind = error.kind if self._store.follows and isinstance(error, StoreError) else ""
             if kind not in ("busy", UNKEPT):
-                self._fail(error, "write")
+                self._report(error, "write")
             return Unfollowed(str(error)) if kind in ("busy", UNKEPT, "timeout") else error

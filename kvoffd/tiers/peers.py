@@ -690,7 +690,7 @@ class _Piece:
 
     def __init__(self, offset: int, view: memoryview) -> None:
         self.offset, self.view, self.missing_bytes = offset, view, len(view)
-        self.address = address_of(view) if len(view) else 0
+        self.address = address_of(view)
         self.checksum = 0
         """Checksum of its bytes; 0 if it came in several parts, or is short."""
 

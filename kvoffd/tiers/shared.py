@@ -308,7 +308,7 @@ class SharedTier(Tier):
             logger.info("%s is reachable.", self.name)
         self._put_due_questions()
         if self._store.servers is not None:
-            for name, error in self._store.servers.take_unraised().items():
+            for name, error in self._store.servers.take_skipped().items():
                 self._error(f"{error.kind} {name}", error.sentence)
         if self._asking.longest_s > HANGS_S:
             overdue = self._asking.end(None, lambda one: isinstance(one, Ask | Poll) and one.deadline < now - HANGS_S)
@@ -363,10 +363,9 @@ class SharedTier(Tier):
         if not self.name or self.breaker.silent or self.closed:
             return
         now = self._clock()
-        polled = [(one, at) for one in fingerprints if (at := self._polled_at.get(one, -inf)) < inf]
-        if not any(now >= at + self._store.poll_s for _, at in polled):
-            return
-        self._put_polls([one for one, _ in polled])
+        polled_at = {one: at for one in fingerprints if (at := self._polled_at.get(one, -inf)) < inf}
+        if any(now >= at + self._store.poll_s for at in polled_at.values()):
+            self._put_polls(list(polled_at))
 
     def _put_polls(self, fingerprints: Sequence[bytes]) -> None:
         for first in range(0, len(fingerprints), POLLED_AT_ONCE):
@@ -395,7 +394,7 @@ class SharedTier(Tier):
     # --- what has ended, in the daemon's thread --------------------------------------------------
 
     def _question_ended(self, question: Question, result: Any) -> None:
-        self.health.answered()
+        self.health.question_ended()
         if isinstance(question, Probe):
             self.health.probed()
         elif isinstance(question, Look):

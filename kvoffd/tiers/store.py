@@ -68,7 +68,7 @@ class Servers:
     def __init__(self, *names: str) -> None:
         self._lock = threading.Lock()
         self._known = {name: Server(name) for name in names}
-        self._unraised: dict[str, StoreError] = {}
+        self._skipped: dict[str, StoreError] = {}
 
     def __iter__(self) -> Iterator[Server]:
         with self._lock:
@@ -84,18 +84,18 @@ class Servers:
             if name in self._known:
                 self._known[name] = self._known[name]._replace(answers=True)
 
-    def failed(self, name: str, error: StoreError, *, raised: bool) -> None:
-        """Record a failure. ``raised``: the store raised the error, and does not continue without the server."""
+    def failed(self, name: str, error: StoreError, *, is_skipped: bool) -> None:
+        """Record a failure. ``is_skipped``: the store continues without the server, so nobody raises the error."""
         with self._lock:
             if name in self._known:
                 self._known[name] = Server(name, False, error.sentence)
-                if not raised:
-                    self._unraised[name] = error
+                if is_skipped:
+                    self._skipped[name] = error
 
-    def take_unraised(self) -> dict[str, StoreError]:
-        """Return the servers without which the store continued since the last call, with their errors."""
+    def take_skipped(self) -> dict[str, StoreError]:
+        """Return the servers that were skipped since the last call, with their errors."""
         with self._lock:
-            found, self._unraised = self._unraised, {}
+            found, self._skipped = self._skipped, {}
             return found
 
 
@@ -105,11 +105,6 @@ class GetRequest(NamedTuple):
     group: BlockGroup
     key: bytes
     views: Sequence[memoryview]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the views."""
-        return sum(map(len, self.views))
 
 
 class PutRequest(NamedTuple):
