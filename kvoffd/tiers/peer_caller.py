@@ -21,8 +21,8 @@ import zmq
 
 from kvoffd.system.threads import TaskThread
 from kvoffd.tiers.generations import checked
+from kvoffd.tiers.peer_messages import FOLLOW, Follow, checked_raise, curve_keys, peer_socket
 from kvoffd.tiers.peer_names import PeerName, is_own, resolve
-from kvoffd.tiers.peers import FOLLOW, Follow, checked_raise, curve_keys, peer_socket
 from kvoffd.tiers.store import StoreError
 from kvoffd.tiers.tier import PEER
 

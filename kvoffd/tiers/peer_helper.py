@@ -1,4 +1,5 @@
-"""The process between a daemon and its peers: messages over ZeroMQ with CURVE, blocks over NIXL. See ``peers``.
+"""The process between a daemon and its peers: messages over ZeroMQ with CURVE, blocks over NIXL. ``peer_process``
+is the daemon's end of it.
 
 It has the pool's memory for reading only, and ends with its daemon. All nodes share one key pair, made from the secret:
 nobody without it gets an answer. UCX neither encrypts nor authenticates what NIXL moves.
@@ -33,7 +34,7 @@ from zmq.utils.monitor import parse_monitor_message
 
 from kvoffd.system.mappings import map_shared
 from kvoffd.system.newest import put_newest
-from kvoffd.tiers.peers import (
+from kvoffd.tiers.peer_messages import (
     ANSWER,
     BEAT,
     BEAT_S,

@@ -14,8 +14,8 @@ import pytest
 
 from kvoffd.tiers import peer_caller
 from kvoffd.tiers.peer_caller import MAX_NAMED, NOT_CALLED, Calls, PeerCaller
+from kvoffd.tiers.peer_messages import GENERATION_BYTES, Follow
 from kvoffd.tiers.peer_names import PeerName
-from kvoffd.tiers.peers import GENERATION_BYTES, Follow
 from tests.kit.answering_nodes import AnsweringNodes, cleared
 from tests.kit.ports import free_port
 from tests.kit.waiting import wait_until
