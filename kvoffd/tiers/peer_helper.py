@@ -199,6 +199,7 @@ class Helper:
         self._stuck = set[int]()
         """Peers that are asked nothing, because all of their reads are stuck."""
         self._stuck_reads = 0
+        """Reads of all peers that are stuck: for them alone the pauses are not short."""
         self._agents: dict[int, Agent] = {}
         """Agents by the peer's number. A peer may have two: by its name in the settings, and by a request's address."""
         self._busy_until = self._beat_at = 0.0

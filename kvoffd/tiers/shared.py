@@ -196,17 +196,17 @@ class SharedTier(Tier):
         elif (gap := states.find(ABSENT)) >= 0:  # keys behind a gap are useless
             end = gap
         unknown = list(compress(range(first, end), states[first:end].translate(_IS_UNKNOWN)))
-        if wanted := unknown[: MAX_ASKED - self._asked_keys]:
-            asked_part = slice(wanted[0], wanted[-1] + 1)
-            states[asked_part] = states[asked_part].replace(bytes([UNKNOWN]), bytes([ASKED]))
-            every = len(wanted) == len(keys)
-            asked = keys if every else list(map(keys.__getitem__, wanted))
+        if places := unknown[: MAX_ASKED - self._asked_keys]:
+            span = slice(places[0], places[-1] + 1)  # all that are unknown in it are asked for
+            states[span] = states[span].replace(bytes([UNKNOWN]), bytes([ASKED]))
+            asks_all = len(places) == len(keys)
+            asked = keys if asks_all else list(map(keys.__getitem__, places))
             self._answers.asked(group.tag, asked)
             self._asked_keys += len(asked)
             self.counters.asked_keys += len(asked)
             ask = Ask(group, asked, prefix, self._clock() + self.ask_deadline_s)
             self._asking.put(ask)
-            question = ask if every else None
+            question = ask if asks_all else None
         return Found(bytes(states).replace(bytes([UNKNOWN]), bytes([ABSENT])), question)
 
     # --- reading, writing, removing --------------------------------------------------------------
