@@ -79,7 +79,7 @@ MAX_OBJECT_BYTES = 500 * 2**20
 READERS = 2
 
 HANGS_S = 0.5
-"""Time after its deadline by which an ask must have begun."""
+"""Time after its deadline by which an ask must have begun, unless a raise takes its time."""
 RAISE_S = 5.0
 """Limit for raising a generation, or for checking whether another node did."""
 OLD_WEIGHT = 0.9
@@ -129,6 +129,8 @@ class SharedTier(Tier):
         """``_poll_next``: whether a poll is taken next, if one waits."""
         self._unfollowed: list[Raise] = []
         """Raises that a peer has not followed yet: ``tick`` asks again."""
+        self._raises = 0
+        """Raises that the asking thread has, which may take ``RAISE_S`` each."""
         self._asked_keys = 0
         self._writes: dict[tuple[int, bytes], ObjectWrite] = {}
         self._know_nothing(name)
@@ -300,7 +302,7 @@ class SharedTier(Tier):
             return
         now = self._clock()
         for request in self._unfollowed:
-            self._asking.put(request)
+            self._put_raise(request)
         self._unfollowed.clear()
         if self.breaker.open:
             self._reading.end((Result.FAILED, None))
@@ -310,7 +312,7 @@ class SharedTier(Tier):
         if self._store.servers is not None:
             for name, error in self._store.servers.take_skipped().items():
                 self._error(f"{error.kind} {name}", error.sentence)
-        if self._asking.longest_s > HANGS_S:
+        if self._asking.longest_s > HANGS_S + (RAISE_S if self._raises else 0.0):
             overdue = self._asking.end(None, lambda one: isinstance(one, Ask | Poll) and one.deadline < now - HANGS_S)
             if overdue and not self.breaker.open:
                 self.breaker.failed("ask", at_once=True)
@@ -352,10 +354,14 @@ class SharedTier(Tier):
         """Begin to void a namespace's blocks for all nodes; the result shows when that has ended, and how."""
         request = Raise(fingerprint, generation, self._clock() + RAISE_S)
         if not (self.breaker.silent or self.closed):
-            self._asking.put(request)
+            self._put_raise(request)
         else:
             request.ended, request.problem = True, self.health.problem or f"{self.name} has not been reached yet."
         return request
+
+    def _put_raise(self, request: Raise) -> None:
+        self._raises += 1
+        self._asking.put(request)
 
     def poll(self, fingerprints: Iterable[bytes]) -> None:
         """Check whether namespaces' blocks were voided for all nodes, unless that was done recently. Once that is due
@@ -407,6 +413,7 @@ class SharedTier(Tier):
             self._raise_ended(question, result)
 
     def _raise_ended(self, request: Raise, result: int | Exception) -> None:
+        self._raises -= 1
         if isinstance(result, int):
             self._record_generation(request.fingerprint, result)
             request.ended, request.problem = True, ""

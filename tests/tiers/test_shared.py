@@ -22,7 +22,7 @@ from kvoffd.tiers.names import generation_name
 from kvoffd.tiers.redis_cluster import slot_of
 from kvoffd.tiers.redis_connection import CONNECT_S, Demoted, RedisConnection
 from kvoffd.tiers.redis_store import NEEDED_COMMANDS, Redis
-from kvoffd.tiers.shared import MAX_REMOVALS, MAX_WRITES, READERS
+from kvoffd.tiers.shared import HANGS_S, MAX_REMOVALS, MAX_WRITES, READERS
 from kvoffd.tiers.store import UNKEPT, Credentials, PutRequest, StoreError, open_store
 from kvoffd.tiers.tier import Result
 from tests.kit.redis_server import Certificate, RedisServer
@@ -411,6 +411,23 @@ def test_a_peer_with_a_higher_number_gets_one_above_it(
     assert not rig.raise_generation(ONE).problem
     assert store.values[generation_name(ONE)] == b"%d" % (ahead + 1), "and none above that at the second attempt"
     assert rig.tier.generations.fleet(ONE) == ahead + 1
+
+
+def test_a_raise_that_takes_its_time_is_no_store_that_hangs(
+    store: FaultyStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As at a slow bucket: lookups get no answer for that time, and reads go on."""
+    monkeypatch.setattr("kvoffd.tiers.shared.RAISE_S", 60.0)
+    monkeypatch.setattr("kvoffd.tiers.redis_connection.STALL_S", 60.0)
+    rig = SharedRig(store.url, ask_deadline_s=0.01).reachable()
+    rig.until(lambda: not rig.tier._asking.unfinished)
+    store.answering.clear()
+    one = rig.tier.raise_generation(ONE, rig.tier.generations.next_of_all(ONE))
+    rig.question([key_of(1)], prefix=False)
+    rig.until(lambda: rig.tier._asking.longest_s > HANGS_S + 0.5)
+    store.answering.set()
+    rig.until(lambda: one.ended)
+    assert (one.problem, rig.kinds, rig.tier.breaker.opened) == ("", {}, 0)
 
 
 @pytest.mark.parametrize("follows_after", [3, None])
