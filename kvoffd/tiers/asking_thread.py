@@ -245,4 +245,4 @@ class AskingThread(StoreThread):
             kind = error.kind if self._store.follows and isinstance(error, StoreError) else ""
             if kind not in ("busy", UNKEPT):
                 self._report(error, "write")
-            return Unfollowed(str(error)) if kind in ("busy", UNKEPT, "timeout") else error
+            return Unfollowed(str(error)) if kind in ("busy", UNKEPT, "timeout") else error  # a peer is asked again

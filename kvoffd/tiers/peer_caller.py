@@ -21,7 +21,7 @@ import zmq
 
 from kvoffd.system.threads import TaskThread
 from kvoffd.tiers.generations import checked
-from kvoffd.tiers.peer_messages import FOLLOW, Follow, checked_raise, curve_keys, peer_socket
+from kvoffd.tiers.peer_messages import FOLLOW, Follow, curve_keys, decode_raised, peer_socket
 from kvoffd.tiers.peer_names import PeerName, is_own, resolve
 from kvoffd.tiers.store import StoreError
 from kvoffd.tiers.tier import PEER
@@ -187,7 +187,7 @@ def _judge(parts: Sequence[bytes], ident: bytes, fingerprint: bytes, generation:
     try:
         if len(parts) != 3 or parts[0] != ident:
             raise StoreError("protocol", "Its answer is not valid.")
-        found = checked(checked_raise(parts[1], generation), fingerprint)
+        found = checked(decode_raised(parts[1], generation), fingerprint)
     except StoreError as error:
         return error.sentence.removesuffix("."), generation
     return (AHEAD, found + 1) if found > generation else ("", generation)

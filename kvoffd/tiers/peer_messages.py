@@ -15,7 +15,7 @@ SLICE_BYTES = 4 * 2**20
 SLICES = 4
 """Such reads of one peer at once: two threads with ``AHEAD`` (``peer_store.py``) each. Another peer's reads cannot use
 their memory."""
-ABSENT, LENT, BUSY = range(3)
+NOT_THERE, LENT, BUSY = range(3)
 """Answers about a block that a peer wants to borrow. BUSY: it has lent as many as it may."""
 MAX_MESSAGE_BYTES = 192 * 1024
 """Limit of a message between helper and daemon, and between two helpers: what a Unix socket takes at once."""
@@ -98,7 +98,7 @@ class Pinned(msgspec.Struct, array_like=True, frozen=True):
 
     Attributes:
         seconds: time until the peer may overwrite them.
-        there: a byte for each key, ABSENT, LENT or BUSY; after the first that is BUSY none is lent.
+        there: a byte for each key, NOT_THERE, LENT or BUSY; after the first that is BUSY none is lent.
         offsets, checksums, first_blocks: [blocks that are there, ranks], of 8, 8 and 2 bytes, little-endian.
     """
 
@@ -142,10 +142,10 @@ def peer_socket(
     return made
 
 
-def checked_raise(reply: bytes, generation: int) -> int:
+def decode_raised(reply: bytes, generation: int) -> int:
     """Return the generation of a peer that was sent this one, from its reply. Raises StoreError unless it has dropped
     all earlier blocks for good."""
-    ((raised, is_kept),) = followed(reply, 1)
+    ((raised, is_kept),) = decode_followed(reply, 1)
     if raised < generation:
         raise StoreError("busy", "The peer has too many resets to follow; it lends nothing of this namespace yet.")
     if not is_kept:
@@ -154,7 +154,7 @@ def checked_raise(reply: bytes, generation: int) -> int:
     return raised
 
 
-def followed(reply: bytes, count: int) -> list[tuple[int, bool]]:
+def decode_followed(reply: bytes, count: int) -> list[tuple[int, bool]]:
     """Return the generations of a reply to ``Follow``, and whether each is kept; of an earlier build's the first one.
     Raises StoreError."""
     if len(reply) not in (FOLLOWED_BYTES, FOLLOWED_BYTES * count):

@@ -22,7 +22,6 @@ from kvoffd.system.files import address_of
 from kvoffd.system.native import COUNT, NUMBER, VOID_P, declare, native
 from kvoffd.tiers.header import Block, BlockGroup
 from kvoffd.tiers.peer_messages import (
-    ABSENT,
     BUSY,
     FIND,
     FOLLOW,
@@ -32,6 +31,7 @@ from kvoffd.tiers.peer_messages import (
     MAX_FOLLOWED,
     MAX_KEYS,
     MAX_SHARDS,
+    NOT_THERE,
     PIN,
     READ,
     SLICE_BYTES,
@@ -40,8 +40,8 @@ from kvoffd.tiers.peer_messages import (
     Follow,
     Pin,
     Pinned,
-    checked_raise,
-    followed,
+    decode_followed,
+    decode_raised,
 )
 from kvoffd.tiers.peer_process import PeerCall, PeerHelper
 from kvoffd.tiers.store import GetRequest, PutRequest, Received, Store, StoreError
@@ -163,12 +163,12 @@ class PeerStore(Store):
 
     def raise_generation(self, fingerprint: bytes, seen: int, generation: int, deadline: float) -> int:
         _, reply = self._call(FOLLOW, Follow(fingerprint, generation), deadline)
-        return checked_raise(reply, generation)
+        return decode_raised(reply, generation)
 
     def _generations(self, fingerprint: bytes, others: Sequence[bytes], deadline: float) -> list[int]:
         """Return the peer's generations; of a peer of an earlier build the first one alone."""
         _, reply = self._call(FOLLOW, Follow(fingerprint, 0, b"".join(others)), deadline)
-        return [number for number, _ in followed(reply, 1 + len(others))]
+        return [number for number, _ in decode_followed(reply, 1 + len(others))]
 
     def close(self) -> None: ...
 
@@ -197,7 +197,7 @@ class _CheckedPinned:
         try:
             pinned = msgspec.msgpack.decode(reply, type=Pinned)
             there, self.seconds = pinned.there, pinned.seconds
-            if len(there) != keys or not set(there) <= {ABSENT, LENT, BUSY}:
+            if len(there) != keys or not set(there) <= {NOT_THERE, LENT, BUSY}:
                 raise ValueError("its length is wrong")
             columns = (pinned.offsets, "<u8"), (pinned.first_blocks, "<u2"), (pinned.checksums, "<u8")
             shape = there.count(LENT), ranks

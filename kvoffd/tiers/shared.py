@@ -295,29 +295,33 @@ class SharedTier(Tier):
         return found if len(found) != 1 else [Server(found[0].name, self.available(), self.health.problem)]
 
     def tick(self) -> None:
-        """End waiting reads while the breaker is open. Probe when it is due, and open the breaker while the asking
-        thread hangs, as in name resolution. Report unreachable servers, and when the store is reachable.
+        """End waiting reads while the breaker is open. Put questions that are due. Report unreachable servers, when the
+        store is reachable, and an asking thread that hangs.
         """
         if not self.name:  # no peer has this place yet
             return
-        now = self._clock()
         for request in self._unfollowed:
             self._put_raise(request)
         self._unfollowed.clear()
         if self.breaker.open:
             self._reading.end((Result.FAILED, None))
-        if self.health.update_steady() and not self.may_be_away:
+        if self.health.becomes_steady() and not self.may_be_away:
             logger.info("%s is reachable.", self.name)
         self._put_due_questions()
         if self._store.servers is not None:
             for name, error in self._store.servers.take_skipped().items():
                 self._error(f"{error.kind} {name}", error.sentence)
         if self._asking.longest_s > HANGS_S + (RAISE_S if self._raises else 0.0):
-            overdue = self._asking.end(None, lambda one: isinstance(one, Ask | Poll) and one.deadline < now - HANGS_S)
-            if overdue and not self.breaker.open:
-                self.breaker.failed("ask", at_once=True)
-                why = f"Connecting to {self.name} takes too long; check its name and the network."
-                self.failed(StoreError("timeout", why), refuses_writes=False)
+            self._end_overdue()
+
+    def _end_overdue(self) -> None:
+        """End what the asking thread, which hangs, as in name resolution, should have begun; open the breaker."""
+        begun_by = self._clock() - HANGS_S
+        overdue = self._asking.end(None, lambda one: isinstance(one, Ask | Poll) and one.deadline < begun_by)
+        if overdue and not self.breaker.open:
+            self.breaker.failed("ask", at_once=True)
+            why = f"Connecting to {self.name} takes too long; check its name and the network."
+            self.failed(StoreError("timeout", why), refuses_writes=False)
 
     def _put_due_questions(self) -> None:
         for question in self.health.take_questions():

@@ -70,8 +70,8 @@ class StoreHealth:
         """Take the store for steadily reachable, and do not report that."""
         self._is_steady = True
 
-    def update_steady(self) -> bool:
-        """Update, at each tick, whether the store is steadily reachable; return whether it has become that."""
+    def becomes_steady(self) -> bool:
+        """Return whether the store has become steadily reachable since the last call. Called at each tick."""
         now = self._clock()
         if self._breaker.open:
             self._is_steady, self._steady_at = False, now + (STEADY_S if self._breaker.opened else 0.0)
