@@ -88,7 +88,8 @@ def masters_of(reply: Sequence[object], asked: Address) -> dict[Address, list[ra
                 raise ValueError("a slot range has no master")
         if endpoint == "?" and isinstance(words := [*more, None, None][1], list):
             # The cluster prefers host names, and this master has none.
-            endpoint = str(dict(zip(words[::2], words[1::2], strict=False)).get("ip", ""))
+            pairs = zip(words[::2], words[1::2], strict=False)
+            endpoint = next((str(value) for name, value in pairs if name == "ip"), "")
         if endpoint and not is_host(endpoint):
             raise ValueError(f"a master has an endpoint that is not a host: {quoted(endpoint)}")
         if not 0 <= first <= last < SLOTS or not 0 <= port < 65536:
