@@ -86,6 +86,11 @@ class PollAnswer:
 class AskingThread(StoreThread):
     """Asks the store, and raises generations."""
 
+    @property
+    def _raising(self) -> str:
+        """Kind of work that raising a generation is: for a peer, which is only read, none that it could refuse."""
+        return "" if self._store.follows else "write"
+
     def asks(self, questions: list[Question]) -> Iterator[object]:
         """Answer questions, each as the method for its kind says."""
         for question in questions:
@@ -189,7 +194,7 @@ class AskingThread(StoreThread):
                 self._store.connect()  # an earlier one may have been refused, which closes the connection
                 self._give_back(fingerprint, theirs, ours, deadline)
             except Exception as error:  # the store has answered all the same: else this node would hear of no clear
-                self._report(error, "" if self._store.follows else "write")
+                self._report(error, self._raising)
         return max(theirs, ours)
 
     def _record_success(self, is_slow: bool) -> None:
@@ -225,7 +230,7 @@ class AskingThread(StoreThread):
             if error.kind in NO_ANSWER:
                 raise
             if error.kind != UNKEPT:  # else the peer has followed, and lends what is safe
-                self._report(error, "" if self._store.follows else "write")  # a node with write permission does it
+                self._report(error, self._raising)  # a node with write permission does it
 
     def _raise(self, request: Raise) -> int | Exception:
         """Return the raised generation, or the failure."""
@@ -244,5 +249,5 @@ class AskingThread(StoreThread):
         except Exception as error:
             kind = error.kind if self._store.follows and isinstance(error, StoreError) else ""
             if kind not in ("busy", UNKEPT):
-                self._report(error, "write")
+                self._report(error, self._raising)
             return Unfollowed(str(error)) if kind in ("busy", UNKEPT, "timeout") else error  # a peer is asked again

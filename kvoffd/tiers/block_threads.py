@@ -95,8 +95,9 @@ class StoreThread:
             error.__cause__ = cause
         if self._tier.closed:
             return
-        refuses_writes = work == "write" and error.kind not in NO_ANSWER
-        if work and not refuses_writes and error.kind != "generation":
+        is_of_namespace = error.kind == "generation"  # the stored one is invalid; nothing is wrong with the others
+        refuses_writes = work == "write" and not is_of_namespace and error.kind not in NO_ANSWER
+        if work and not refuses_writes and not is_of_namespace:
             self._breaker.failed(work, at_once=error.final)
         reported = error
         self._tier.post(lambda: self._tier.failed(reported, refuses_writes=refuses_writes))

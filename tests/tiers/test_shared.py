@@ -413,6 +413,18 @@ def test_a_peer_with_a_higher_number_gets_one_above_it(
     assert rig.tier.generations.fleet(ONE) == ahead + 1
 
 
+@pytest.mark.parametrize("kind", ["helper", "protocol"])
+def test_a_peer_that_fails_at_a_raise_refuses_no_writes(
+    rig: SharedRig, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Nothing is ever written to it, and health would say that it is only read."""
+    monkeypatch.setattr(Redis, "follows", True)
+    monkeypatch.setattr(rig.tier._store, "raise_generation", Mock(side_effect=StoreError(kind, "It fails.")))
+    assert rig.raise_generation(ONE).problem == "It fails."
+    rig.until(lambda: rig.kinds[kind] > 0)
+    assert rig.tier.health.refusal == ""
+
+
 def test_a_raise_that_takes_its_time_is_no_store_that_hangs(
     store: FaultyStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -562,6 +574,7 @@ def test_a_generation_that_is_no_number_is_of_its_own_namespace_alone(
     assert rig.kinds == {"generation": 5}
     one = rig.raise_generation(ONE)
     assert one.problem
+    assert rig.tier.health.refusal == "", "blocks of other namespaces are written"
     assert generation_name(ONE) not in store.values, "a number of 19 digits would be read by nobody"
     store.forced_values.clear()
     rig.until(lambda: rig.ask_anew(block) == [Answer.YES])
