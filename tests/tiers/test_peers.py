@@ -33,7 +33,7 @@ from kvoffd.errors import KvoffdError
 from kvoffd.pool.checksums import digest
 from kvoffd.pool.memory import PoolMemory
 from kvoffd.server.tier_supervisor import shared_stores
-from kvoffd.tiers import peer_helper, peer_process
+from kvoffd.tiers import peer_helper, peer_process, peer_store
 from kvoffd.tiers.header import make_block_group
 from kvoffd.tiers.peer_messages import (
     FIND,
@@ -43,15 +43,17 @@ from kvoffd.tiers.peer_messages import (
     PIN,
     READ,
     RELEASE,
+    REQUEST,
     SLICE_BYTES,
     SLICES,
     STARTED,
+    Find,
     HelperSettings,
     Pin,
     Pinned,
     frame,
 )
-from kvoffd.tiers.peer_process import PeerHelper
+from kvoffd.tiers.peer_process import PeerCall, PeerHelper
 from kvoffd.tiers.peer_store import PeerStore
 from kvoffd.tiers.store import GetRequest, Received, StoreError
 from tests.kit.amount import TIMES
@@ -379,9 +381,9 @@ def test_answers_that_nobody_asked_for_are_dropped(lender: Lender, reader: Reade
 def test_a_peers_request_answers_no_call(nixl: None, kind: int) -> None:
     """It chooses the id of its request, and may have seen those of this node's calls."""
     reader, route = Reader(free_port()), b"route"
-    call = peer_process._Call(kind, len(route), 7, 0)
+    call = PeerCall(kind, len(route), 7, 0)
     reader.helper._calls[7] = call
-    reader.helper._received(frame(peer_process.REQUEST, len(route), 7, route + bytes([FIND]) + b"chosen"))
+    reader.helper._received(frame(REQUEST, len(route), 7, route + bytes([FIND]) + b"chosen"))
     assert not call.ended.is_set()
     assert (call.reply, call.problem) == (None, "")
     reader.close()
@@ -450,7 +452,7 @@ def raw_peer(lender: Lender) -> Iterator[RawPeer]:
 
 
 def pin_of(number: int) -> bytes:
-    return msgspec.msgpack.encode(Pin(peer_process.Find(b"f" * 32, 0, 0, 8, number.to_bytes(8, "big")), [SIZE]))
+    return msgspec.msgpack.encode(Pin(Find(b"f" * 32, 0, 0, 8, number.to_bytes(8, "big")), [SIZE]))
 
 
 def test_what_was_lent_is_returned_by_a_peer_that_has_asked_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -502,7 +504,7 @@ def test_whole_shards_have_their_checksums_though_a_part_of_another_comes_before
         at += -(-size // 64) * 64
     source = data.integers(0, 256, sum(sizes), np.uint8).tobytes()
     landing = PoolMemory.create(SLICES * SLICE_BYTES, "landing")
-    pieces = [peer_process._Piece(sum(sizes[:n]), view) for n, view in enumerate(views)]
+    pieces = [peer_store._Piece(sum(sizes[:n]), view) for n, view in enumerate(views)]
     helper, begun = Mock(landing_address=landing.mapping.address, life=0), count()
 
     def begin(kind: int, peer: int, places: bytes) -> Mock:
@@ -514,7 +516,7 @@ def test_whole_shards_have_their_checksums_though_a_part_of_another_comes_before
         return Mock(life=0, number=number)
 
     helper.begin, helper.wait = begin, lambda call, deadline: bytes([call.number % SLICES])
-    reading = peer_process._Reading(helper, 0, pieces)
+    reading = peer_store._Reading(helper, 0, pieces)
     while any(piece.missing_bytes for piece in pieces):
         reading.land_next(0.0)
     assert helper.end.call_count == next(begun) == 2
