@@ -13,7 +13,7 @@ from kvoffd.cache.block_table import CORRUPT, READY, BlockIds
 from kvoffd.cache.cache import Cache
 from kvoffd.cache.namespace import Group
 from kvoffd.tiers.generations import Generations
-from kvoffd.tiers.peers import (
+from kvoffd.tiers.peer_messages import (
     BUSY,
     FIND,
     FOLLOW,

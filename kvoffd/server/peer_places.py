@@ -14,7 +14,7 @@ from math import inf
 
 from kvoffd.tiering.promotion_source import PromotionSource
 from kvoffd.tiers.peer_names import PeerName, Resolved
-from kvoffd.tiers.peers import PeerHelper
+from kvoffd.tiers.peer_process import PeerHelper
 from kvoffd.tiers.shared import SharedTier
 from kvoffd.tiers.tier import PEER
 

@@ -32,8 +32,10 @@ from kvoffd.tiers.asking_thread import Raise
 from kvoffd.tiers.disk import DiskTier
 from kvoffd.tiers.disk_file import OpeningStopped
 from kvoffd.tiers.peer_caller import Calls, PeerCaller
+from kvoffd.tiers.peer_messages import HelperSettings
 from kvoffd.tiers.peer_names import NameResolver, PeerName, Resolved
-from kvoffd.tiers.peers import HelperSettings, PeerHelper, PeerStore, check_installed, read_secret
+from kvoffd.tiers.peer_process import PeerHelper, check_installed, read_secret
+from kvoffd.tiers.peer_store import PeerStore
 from kvoffd.tiers.shared import SharedTier
 from kvoffd.tiers.store import Credentials, Store, open_store, warn_of_readers
 from kvoffd.tiers.tier import PEER, TierListener

@@ -198,8 +198,8 @@ def aligned_buffer(nbytes: int) -> memoryview:
 
 
 def address_of(buffer: memoryview) -> int:
-    """Return the address of a writable buffer that is not empty."""
-    return ctypes.addressof(ctypes.c_char.from_buffer(buffer))
+    """Return the address of a writable buffer; 0 for an empty one."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(buffer)) if len(buffer) else 0
 
 
 def _move_all(

@@ -28,11 +28,11 @@ WINDOW = 16
 class Answers:
     """Answers of a store by tag and key, each with a time. A new one replaces the oldest of ``WINDOW`` neighbours.
 
-    | state   | its time        | it is UNKNOWN again                             |
-    |---------|-----------------|-------------------------------------------------|
-    | PRESENT | when answered   | YES_S later; believed, and read, ``believed_s`` |
-    | ASKED   | when asked      | ``ask_deadline_s`` and NO_S later; between these two it is ABSENT |
-    | ABSENT  | until when      | at that time                                    |
+    | state   | its time      | it is UNKNOWN again                                       |
+    |---------|---------------|-----------------------------------------------------------|
+    | PRESENT | when answered | YES_S later; believed, and read, ``believed_s``           |
+    | ASKED   | when asked    | NO_S after ``ask_deadline_s``, from which on it is ABSENT |
+    | ABSENT  | until when    | at that time                                              |
 
     An ABSENT for longer than NO_S stands whatever the store answers: the block is hidden.
 

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
 from kvoffd.tiers.block_threads import NO_ANSWER, StoreThread
-from kvoffd.tiers.generations import is_sound
+from kvoffd.tiers.generations import checked
 from kvoffd.tiers.header import BlockGroup, stored_group
 from kvoffd.tiers.store import UNKEPT, StoreError, StoreUsage
 
 PROBE_S, LOOK_DEADLINE_S = 1.0, 0.5
 """Limits for the answer to a probe, and about how full the store is."""
 ASK_PATIENCE_S = 0.08
-"""Time beyond an ask's deadline after which its connection is closed; beyond the deadline it counts as a failure."""
+"""Time after an ask's deadline, at which an answer is late enough to count as a failure, until its connection is
+closed."""
 
 
 class Probe:
@@ -28,7 +28,11 @@ class Look:
 
 @dataclass(slots=True, eq=False)
 class Raise:
-    """Raises a generation, at least to this one, which voids the blocks of a namespace for all nodes."""
+    """Raises a generation, which voids the blocks of a namespace for all nodes.
+
+    Attributes:
+        generation: at least this one; the thread sets it to the one that the store got.
+    """
 
     fingerprint: bytes
     generation: int
@@ -82,6 +86,11 @@ class PollAnswer:
 class AskingThread(StoreThread):
     """Asks the store, and raises generations."""
 
+    @property
+    def _raising(self) -> str:
+        """Kind of work that raising a generation is: for a peer, which is only read, none that it could refuse."""
+        return "" if self._store.follows else "write"
+
     def asks(self, questions: list[Question]) -> Iterator[object]:
         """Answer questions, each as the method for its kind says."""
         for question in questions:
@@ -105,7 +114,7 @@ class AskingThread(StoreThread):
             self._store.ping(self._clock() + PROBE_S)
             answers = True
         except Exception as error:
-            self._fail(error, "")
+            self._report(error)
         if self._breaker.open:
             self._breaker.probed(answers)
         elif not answers:
@@ -119,7 +128,7 @@ class AskingThread(StoreThread):
         except StoreError as error:
             if error.kind not in NO_ANSWER:
                 return None
-            self._fail(error, "")
+            self._report(error)
             return error
 
     def _ask(self, ask: Ask) -> Answer | None:
@@ -143,7 +152,7 @@ class AskingThread(StoreThread):
                     break
                 generation, found = seen, found + there
         except Exception as error:
-            self._fail(error, "ask")
+            self._report(error, "ask")
             return None
         self._record_success(is_slow)
         found += [False] * (len(ask.keys) - len(found))
@@ -164,7 +173,7 @@ class AskingThread(StoreThread):
                 raise StoreError("protocol", f"{wanted} generations were requested, but {len(theirs)} answered.")
             seconds = self._clock() - started
         except Exception as error:
-            self._fail(error, "ask")
+            self._report(error, "ask")
             return None
         self._record_success(self._clock() - began > self._tier.ask_deadline_s)
         each = zip(poll.fingerprints, ours, theirs, strict=True)
@@ -178,14 +187,14 @@ class AskingThread(StoreThread):
                 raise theirs
             checked(theirs, fingerprint)
         except StoreError as error:
-            self._fail(error, "ask")
+            self._report(error, "ask")
             return None
         if theirs < ours and self._clock() < deadline:
             try:
                 self._store.connect()  # an earlier one may have been refused, which closes the connection
                 self._give_back(fingerprint, theirs, ours, deadline)
             except Exception as error:  # the store has answered all the same: else this node would hear of no clear
-                self._fail(error, "" if self._store.follows else "write")
+                self._report(error, self._raising)
         return max(theirs, ours)
 
     def _record_success(self, is_slow: bool) -> None:
@@ -221,7 +230,7 @@ class AskingThread(StoreThread):
             if error.kind in NO_ANSWER:
                 raise
             if error.kind != UNKEPT:  # else the peer has followed, and lends what is safe
-                self._fail(error, "" if self._store.follows else "write")  # a node with write permission does it
+                self._report(error, self._raising)  # a node with write permission does it
 
     def _raise(self, request: Raise) -> int | Exception:
         """Return the raised generation, or the failure."""
@@ -231,19 +240,14 @@ class AskingThread(StoreThread):
         try:
             self._store.connect()
             seen = checked(self._store.generation(request.fingerprint, until), request.fingerprint)
-            least = seen if self._store.follows else seen + 1
-            raised = self._store.raise_generation(request.fingerprint, seen, max(least, request.generation), until)
+            # An equal number of a peer is this clear's, of which it heard elsewhere. A higher one may be an earlier
+            # clear's, by a clock that is ahead: the peer would keep what it has stored since.
+            if seen > request.generation or not self._store.follows:
+                request.generation = max(request.generation, seen + 1)
+            raised = self._store.raise_generation(request.fingerprint, seen, request.generation, until)
             return checked(raised, request.fingerprint)
         except Exception as error:
             kind = error.kind if self._store.follows and isinstance(error, StoreError) else ""
             if kind not in ("busy", UNKEPT):
-                self._fail(error, "write")
-            return Unfollowed(str(error)) if kind in ("busy", UNKEPT, "timeout") else error
-
-
-def checked(generation: int, fingerprint: bytes) -> int:
-    """Return a generation from a store or peer. Raises StoreError for one that no node can have written."""
-    if not is_sound(generation, time.time()):
-        why = f"The generation {generation} of the namespace {fingerprint.hex()} was not written by a node"
-        raise StoreError("generation", f"{why}; remove it there.")
-    return generation
+                self._report(error, self._raising)
+            return Unfollowed(str(error)) if kind in ("busy", UNKEPT, "timeout") else error  # a peer is asked again

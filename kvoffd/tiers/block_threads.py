@@ -63,19 +63,17 @@ class Removal:
 BlockWork: TypeAlias = ObjectRead | ObjectWrite | Removal
 
 
-def _nbytes(work: BlockWork) -> int:
-    return 0 if isinstance(work, Removal) else sum(map(len, work.views))
-
-
 def take_batch(store: Store, waiting: deque[BlockWork]) -> list[BlockWork]:
     """Take half of the waiting blocks, since another thread takes the rest: at least a quarter of what a connection
     takes at once, at most all of that. Or take one removal."""
     most = min(store.blocks_at_once, max(store.blocks_at_once // 4, len(waiting) // 2))
     batch = [waiting.popleft()]
-    left = store.bytes_at_once - _nbytes(batch[0])
-    while waiting and len(batch) < most and not isinstance(batch[0], Removal):
-        left -= _nbytes(waiting[0])
-        if left < 0 or isinstance(waiting[0], Removal):
+    if isinstance(batch[0], Removal):
+        return batch
+    nbytes = batch[0].group.nbytes
+    while waiting and len(batch) < most and not isinstance(waiting[0], Removal):
+        nbytes += waiting[0].group.nbytes
+        if nbytes > store.bytes_at_once:
             break
         batch.append(waiting.popleft())
     return batch
@@ -87,9 +85,9 @@ class StoreThread:
     def __init__(self, tier: SharedTier, store: Store, clock: Callable[[], float]) -> None:
         self._tier, self._breaker, self._store, self._clock = tier, tier.breaker, store, clock
 
-    def _fail(self, error: Exception, work: str) -> None:
-        """Report a failure of some ``work``, for which the breaker counts it; empty if it shall not. It does not either
-        if the server answered: it refuses writes, or the stored generation is invalid."""
+    def _report(self, error: Exception, work: str = "") -> None:
+        """Report a failure to the tier, and have the breaker count it for this kind of work, if one is given. It counts
+        none where the server answered: it refuses a write, or the stored generation is invalid."""
         if not isinstance(error, StoreError):  # a bug in the store's code
             self._store.close()
             why = f"It failed unexpectedly: {error!r}; please report the log's traceback."
@@ -97,8 +95,9 @@ class StoreThread:
             error.__cause__ = cause
         if self._tier.closed:
             return
-        refuses_writes = work == "write" and error.kind not in NO_ANSWER
-        if work and not refuses_writes and error.kind != "generation":
+        is_of_namespace = error.kind == "generation"  # the stored one is invalid; nothing is wrong with the others
+        refuses_writes = work == "write" and not is_of_namespace and error.kind not in NO_ANSWER
+        if work and not refuses_writes and not is_of_namespace:
             self._breaker.failed(work, at_once=error.final)
         reported = error
         self._tier.post(lambda: self._tier.failed(reported, refuses_writes=refuses_writes))
@@ -136,7 +135,7 @@ class BlockThread(StoreThread):
                 if isinstance(received, StoreError):
                     overloaded += 1
                     read.overloaded = True
-                    self._fail(received, "")
+                    self._report(received)
                     yield Result.FAILED, None
                     continue
                 served += 1
@@ -155,7 +154,7 @@ class BlockThread(StoreThread):
             if overloaded and not served:
                 self._breaker.failed("read")
         except Exception as error:
-            self._fail(error, "read")
+            self._report(error, "read")
             # A connection that stalled for part of the patience is lost; another may serve in time.
             late = isinstance(error, StoreError) and error.kind == "timeout"
             late = late and self._clock() - came_at >= LATE_SHARE * patience_s
@@ -170,7 +169,7 @@ class BlockThread(StoreThread):
                 self._store.remove(batch[0].stored, batch[0].keys, self._clock() + WRITE_S)
                 return [Result.DONE]
         except Exception as error:
-            self._fail(error, "write")
+            self._report(error, "write")
         return [Result.CANCELLED if self._tier.closed else Result.FAILED] * len(batch)
 
     def _write(self, writes: Sequence[ObjectWrite]) -> list[Result]:
@@ -182,7 +181,7 @@ class BlockThread(StoreThread):
         stored = self._store.put(absent, deadline)
         if False in stored:
             why = "It accepts no more blocks now; see Redis's maxmemory-policy or the bucket's quota."
-            self._fail(StoreError("full", why), "write")
+            self._report(StoreError("full", why), "write")
         self._breaker.succeeded("write")
         each = iter(stored)
         return [Result.EXISTED if known else Result.DONE if next(each) else Result.FAILED for known in there]

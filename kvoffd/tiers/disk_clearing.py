@@ -152,7 +152,7 @@ class Clearing:
         """Clear all that is pending; return False if some is left at ``until`` (of ``time.monotonic``)."""
         self._closed = True
         while self._freeing and time.monotonic() < until:
-            self._running = None  # do not wait for the thread
+            self._running = None  # the thread has all its writes: ``threads.close`` waits for them
             self._free_batch()
         return not self._freeing
 

@@ -31,8 +31,8 @@ class Fullness:
         """Whether the store evicted objects between the last two looks."""
         self._written_before = 0, 0
         """Blocks and bytes written up to the last look."""
-        self._own = self._all = 1.0
-        """Recent numbers of blocks that this node wrote, and of blocks evicted for writes of all nodes."""
+        self._written = self._evicted = 1.0
+        """Recent numbers of blocks that this node wrote, and that the store evicted, for writes of all nodes."""
 
     @property
     def usage(self) -> StoreUsage:
@@ -49,7 +49,7 @@ class Fullness:
         if not (used >= FULL_PART * size > 0 or self._evicts or self._clock() < self._full_until):
             return 0
         size = size or max(self._pool_bytes, self._counters.written_bytes)
-        return max(1, int(size * min(1.0, self._own / self._all)))
+        return max(1, int(size * min(1.0, self._written / self._evicted)))
 
     def wrote_much(self) -> bool:
         """Return whether the writes since the last look may have filled the store."""
@@ -70,6 +70,6 @@ class Fullness:
         evicted = max(0, found.evicted - before.evicted) if before is not None else 0
         self._evicts = evicted > 0
         if evicted:
-            self._own = OLD_WEIGHT * self._own + written
+            self._written = OLD_WEIGHT * self._written + written
             # More may be written than evicted, since the store still had space: this node's part is at most all.
-            self._all = OLD_WEIGHT * self._all + max(evicted, written)
+            self._evicted = OLD_WEIGHT * self._evicted + max(evicted, written)

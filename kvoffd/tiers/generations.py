@@ -25,6 +25,7 @@ import msgspec
 
 from kvoffd.system.newest import put_newest
 from kvoffd.tiers.header import MAX_GENERATION
+from kvoffd.tiers.store import StoreError
 from kvoffd_proto.messages import Count
 
 logger = logging.getLogger(__name__)
@@ -234,3 +235,11 @@ def is_sound(generation: int, now: float) -> bool:
     A larger one that was followed could not be raised: it would be refused everywhere, and end the namespace's sharing.
     """
     return 0 <= generation <= now + MAX_AHEAD_S
+
+
+def checked(generation: int, fingerprint: bytes) -> int:
+    """Return a generation from a store or peer. Raises StoreError for one that no node can have written."""
+    if not is_sound(generation, time.time()):
+        why = f"The generation {generation} of the namespace {fingerprint.hex()} was not written by a node"
+        raise StoreError("generation", f"{why}; remove it there.")
+    return generation

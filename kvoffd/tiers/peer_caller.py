@@ -14,13 +14,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
+from typing import NamedTuple
 
 import msgspec
 import zmq
 
 from kvoffd.system.threads import TaskThread
+from kvoffd.tiers.generations import checked
+from kvoffd.tiers.peer_messages import FOLLOW, Follow, curve_keys, decode_raised, peer_socket
 from kvoffd.tiers.peer_names import PeerName, is_own, resolve
-from kvoffd.tiers.peers import FOLLOW, Follow, checked_raise, curve_keys, peer_socket
 from kvoffd.tiers.store import StoreError
 from kvoffd.tiers.tier import PEER
 
@@ -37,6 +39,7 @@ MAX_CLEARS = 16
 MAX_NAMED = 32
 """Nodes of one name that are named in a sentence; the others are counted."""
 NOT_CALLED, NO_ANSWER = "not called in time", "no answer"
+AHEAD = "it had a higher number, which may be an earlier clear's, by a clock that is ahead"
 
 
 @dataclass(eq=False)
@@ -79,6 +82,14 @@ class Calls:
         return "" if "" in (by_call, by_tier) else (by_tier or by_call).removesuffix(".")
 
 
+class _Call(NamedTuple):
+    """A call of a node. ``at``: the time from which it may begin, and when it has begun, the end of its time."""
+
+    address: str
+    generation: int
+    at: float
+
+
 class PeerCaller:
     """Calls all nodes behind names, in a thread of its own: one clear after the other.
 
@@ -107,7 +118,7 @@ class PeerCaller:
         calls = Calls(dict(zip(texts, known, strict=True)), dict.fromkeys(texts, why), ended=is_busy)
         if not is_busy:
             until = time.monotonic() + CALLS_S
-            self._thread.put(partial(self._run, calls, Follow(fingerprint, generation), until))
+            self._thread.put(partial(self._run, calls, fingerprint, generation, until))
         return calls
 
     def close(self) -> None:
@@ -115,64 +126,68 @@ class PeerCaller:
         self._closed.set()
         self._thread.stop()
 
-    def _run(self, calls: Calls, follow: Follow, until: float) -> None:
+    def _run(self, calls: Calls, fingerprint: bytes, generation: int, until: float) -> None:
         try:
-            self._call_each(calls, follow, min(until, time.monotonic() + KNOWN_S))
+            self._call_each(calls, fingerprint, generation, min(until, time.monotonic() + KNOWN_S))
             for name in self._names:
+                if self._closed.is_set() or time.monotonic() >= until:
+                    return  # the question about the name before took all the time; other clears wait
                 answer = resolve(name, self._is_own)
                 if answer.addresses is None:
                     calls.unknown[name.text] = answer.problem
                 else:
                     calls.nodes[name.text] = answer.addresses
                     del calls.unknown[name.text]
-            self._call_each(calls, follow, until)
+            self._call_each(calls, fingerprint, generation, until)
         finally:
             calls.ended = True
 
-    def _call_each(self, calls: Calls, follow: Follow, until: float) -> None:
+    def _call_each(self, calls: Calls, fingerprint: bytes, generation: int, until: float) -> None:
         """Call the nodes that have not cleared until all have, or until the deadline."""
         every = dict.fromkeys(address for each in calls.nodes.values() for address in each)
-        if addresses := [address for address in every if calls.problems.get(address, NOT_CALLED)]:
+        waiting = deque(_Call(address, generation, 0.0) for address in every if calls.problems.get(address, NOT_CALLED))
+        if waiting:
             with ExitStack() as sockets:
-                self._call_until(sockets, addresses, calls, follow, until)
+                self._call_until(sockets, waiting, calls, fingerprint, until)
 
     def _call_until(
-        self, sockets: ExitStack, addresses: Sequence[str], calls: Calls, follow: Follow, until: float
+        self, sockets: ExitStack, waiting: deque[_Call], calls: Calls, fingerprint: bytes, until: float
     ) -> None:
-        """Call these nodes, again if needed. ``sockets`` closes what is left open."""
+        """Make these calls, and more of the nodes that do not clear. ``sockets`` closes what is left open."""
         context = sockets.enter_context(zmq.Context(io_threads=1))
-        now, waiting = time.monotonic(), deque((0.0, address) for address in addresses)
-        called: dict[zmq.Socket[bytes], tuple[str, float]] = {}
-        poller = zmq.Poller()
-        ident, question = secrets.token_bytes(8), msgspec.msgpack.encode(follow)
-        while (waiting or called) and now < until and not self._closed.is_set():
-            while waiting and waiting[0][0] <= now and len(called) < CALLED_AT_ONCE:
-                _, address = waiting.popleft()
+        running: dict[zmq.Socket[bytes], _Call] = {}
+        poller, ident, now = zmq.Poller(), secrets.token_bytes(8), time.monotonic()
+        while (waiting or running) and now < until and not self._closed.is_set():
+            while waiting and waiting[0].at <= now and len(running) < CALLED_AT_ONCE:
+                call = waiting.popleft()
                 dealer = sockets.enter_context(peer_socket(context, zmq.DEALER, self._keys))
-                dealer.connect(f"tcp://{address}")
+                dealer.connect(f"tcp://{call.address}")
+                question = msgspec.msgpack.encode(Follow(fingerprint, call.generation))
                 dealer.send_multipart([bytes([FOLLOW]), ident, question])  # once it is connected
                 poller.register(dealer, zmq.POLLIN)
-                called[dealer] = address, now + CALL_S
-                calls.problems.setdefault(address, NO_ANSWER)
+                running[dealer] = call._replace(at=now + CALL_S)
+                calls.problems.setdefault(call.address, NO_ANSWER)
             ready, now = dict(poller.poll(TURN_MS)), time.monotonic()
-            for dealer, (address, give_up_at) in list(called.items()):
-                if dealer not in ready and now < give_up_at:
+            for dealer, call in list(running.items()):
+                if dealer not in ready and now < call.at:
                     continue
-                calls.problems[address] = why = _problem_of(dealer, ident, follow) if dealer in ready else NO_ANSWER
+                why, following = NO_ANSWER, call.generation
+                if dealer in ready:
+                    why, following = _judge(dealer.recv_multipart(zmq.NOBLOCK), ident, fingerprint, call.generation)
+                calls.problems[call.address] = why
                 poller.unregister(dealer)
                 dealer.close()
-                del called[dealer]
+                del running[dealer]
                 if why:
-                    waiting.append((now + PAUSE_S, address))
+                    waiting.append(_Call(call.address, following, now + PAUSE_S))
 
 
-def _problem_of(dealer: zmq.Socket[bytes], ident: bytes, follow: Follow) -> str:
-    """Return why the node that has answered has not cleared; empty if it has."""
-    parts = dealer.recv_multipart(zmq.NOBLOCK)
+def _judge(parts: Sequence[bytes], ident: bytes, fingerprint: bytes, generation: int) -> tuple[str, int]:
+    """Return why a node that has answered has not cleared, empty if it has, and the generation of the next call."""
     try:
         if len(parts) != 3 or parts[0] != ident:
             raise StoreError("protocol", "Its answer is not valid.")
-        checked_raise(parts[1], follow.generation)
+        found = checked(decode_raised(parts[1], generation), fingerprint)
     except StoreError as error:
-        return error.sentence.removesuffix(".")
-    return ""
+        return error.sentence.removesuffix("."), generation
+    return (AHEAD, found + 1) if found > generation else ("", generation)

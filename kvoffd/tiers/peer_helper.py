@@ -1,4 +1,5 @@
-"""The process between a daemon and its peers: messages over ZeroMQ with CURVE, blocks over NIXL. See ``peers``.
+"""The process between a daemon and its peers: messages over ZeroMQ with CURVE, blocks over NIXL. ``peer_process``
+is the daemon's end of it.
 
 It has the pool's memory for reading only, and ends with its daemon. All nodes share one key pair, made from the secret:
 nobody without it gets an answer. UCX neither encrypts nor authenticates what NIXL moves.
@@ -33,7 +34,7 @@ from zmq.utils.monitor import parse_monitor_message
 
 from kvoffd.system.mappings import map_shared
 from kvoffd.system.newest import put_newest
-from kvoffd.tiers.peers import (
+from kvoffd.tiers.peer_messages import (
     ANSWER,
     BEAT,
     BEAT_S,
@@ -198,6 +199,7 @@ class Helper:
         self._stuck = set[int]()
         """Peers that are asked nothing, because all of their reads are stuck."""
         self._stuck_reads = 0
+        """Reads of all peers that are stuck: for them alone the pauses are not short."""
         self._agents: dict[int, Agent] = {}
         """Agents by the peer's number. A peer may have two: by its name in the settings, and by a request's address."""
         self._busy_until = self._beat_at = 0.0
@@ -261,7 +263,7 @@ class Helper:
         self._asked = {ident: of for ident, of in self._asked.items() if of != number}
         agent = self._agents.pop(number, None)
         if agent is not None and agent not in self._agents.values():
-            self._nixl.remove_remote_agent(agent.name)
+            self._remove_agent(agent.name)
         self._settings.peers[number] = address
         self._peers[number] = None
         if not address:
@@ -463,7 +465,10 @@ class Helper:
         """Remove a peer's agent, under all its numbers."""
         name = self._agents[number].name
         self._agents = {at: agent for at, agent in self._agents.items() if agent.name != name}
-        with suppress(Exception):
+        self._remove_agent(name)
+
+    def _remove_agent(self, name: str) -> None:
+        with suppress(Exception):  # of a peer that is gone; other peers are read all the same
             self._nixl.remove_remote_agent(name)
 
     def _begin(self, number: int, ident: int, offsets: npt.NDArray[np.uint64], lengths: npt.NDArray[np.uint64]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipaddress
 import socket
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import NamedTuple
@@ -76,8 +76,9 @@ class NameResolver:
                     answer = Resolved(None, str(error) or type(error).__name__)
                 if answer.addresses is None:
                     pause_s = min(pause_s, RETRY_S)
-                if not self._closed.is_set():
-                    self._on_answer(number, answer)
+                if self._closed.is_set():
+                    return
+                self._on_answer(number, answer)
 
 
 def resolve(name: PeerName, is_own: Callable[[str, int], bool]) -> Resolved:
@@ -86,13 +87,22 @@ def resolve(name: PeerName, is_own: Callable[[str, int], bool]) -> Resolved:
         found = socket.getaddrinfo(name.host, name.port, type=socket.SOCK_STREAM)
     except (OSError, ValueError) as error:  # an invalid host name is a ValueError
         return Resolved(None, str(getattr(error, "strerror", None) or error))
-    # A node that has both is one node. UCX, below NIXL, notices new interfaces by IPv4 alone.
-    families = {family for family, *_ in found}
-    family = socket.AF_INET if socket.AF_INET in families else socket.AF_INET6
-    hosts = dict.fromkeys(str(place[0]) for one, *_, place in found if one == family)
-    # An address with a zone is one of a single link.
-    kept = [host for host in hosts if "%" not in host and not is_own(host, name.port)]
+    hosts = dict.fromkeys(str(place[0]) for *_, place in found)
+    kept = [host for host in _of_one_kind(hosts, name.port) if not is_own(host, name.port)]
     return Resolved([name_of((host, name.port)) for host in kept[:MAX_ADDRESSES]])
+
+
+def _of_one_kind(hosts: Iterable[str], port: int) -> list[str]:
+    """Return the IPv4 or the IPv6 addresses: a node that has both is one node.
+
+    Some nodes may have one kind alone, as while a cluster gets the other: the kind with more addresses has the most
+    nodes. It is IPv4 if it has as many, or if this node has no way to the IPv6 ones.
+    """
+    ipv4, ipv6 = list[str](), list[str]()
+    for host in hosts:
+        if "%" not in host:  # else it is an address of a single link
+            (ipv6 if ":" in host else ipv4).append(host)
+    return ipv6 if len(ipv6) > len(ipv4) and (not ipv4 or _own_address(ipv6[0], port)) else ipv4
 
 
 def is_own(host: str, port: int, *, listen: str) -> bool:
@@ -103,9 +113,14 @@ def is_own(host: str, port: int, *, listen: str) -> bool:
     if at not in ("", "*", "0.0.0.0", "[::]"):
         with suppress(ValueError):  # a name
             return ipaddress.ip_address(at.strip("[]")) == ipaddress.ip_address(host)
+    return _own_address(host, port) == host
+
+
+def _own_address(host: str, port: int) -> str:
+    """Return the address that this node has on the way to a host: the host's, if it is this node. Empty for no way."""
     try:
         with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((host, port))  # sends nothing; to one of its own a node comes from that same address
-            return str(probe.getsockname()[0]) == host
+            probe.connect((host, port))  # sends nothing
+            return str(probe.getsockname()[0])
     except OSError:
-        return False
+        return ""

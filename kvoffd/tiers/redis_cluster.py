@@ -88,7 +88,8 @@ def masters_of(reply: Sequence[object], asked: Address) -> dict[Address, list[ra
                 raise ValueError("a slot range has no master")
         if endpoint == "?" and isinstance(words := [*more, None, None][1], list):
             # The cluster prefers host names, and this master has none.
-            endpoint = str(dict(zip(words[::2], words[1::2], strict=False)).get("ip", ""))
+            pairs = zip(words[::2], words[1::2], strict=False)
+            endpoint = next((str(value) for name, value in pairs if name == "ip"), "")
         if endpoint and not is_host(endpoint):
             raise ValueError(f"a master has an endpoint that is not a host: {quoted(endpoint)}")
         if not 0 <= first <= last < SLOTS or not 0 <= port < 65536:
@@ -166,7 +167,7 @@ class RedisCluster(Store):
             if address in self._down_until:  # a server that was stopped accepts connections, and answers nothing
                 node.ping(time.monotonic() + node.connect_s)
         except StoreError as error:
-            self._pause(address, error, raised=False)
+            self._pause(address, error, is_skipped=True)
             self._stale_at = 0.0
             return False
         if self._down_until.pop(address, None) is not None:
@@ -174,11 +175,11 @@ class RedisCluster(Store):
         node.connect_s = CONNECT_S
         return True
 
-    def _pause(self, address: Address, error: StoreError, *, raised: bool) -> None:
-        """Do not use a master that failed for DOWN_PAUSE_S. ``raised``: see ``Servers.failed``."""
+    def _pause(self, address: Address, error: StoreError, *, is_skipped: bool) -> None:
+        """Do not use a master that failed for DOWN_PAUSE_S. ``is_skipped``: see ``Servers.failed``."""
         self._down_until[address] = time.monotonic() + DOWN_PAUSE_S
         self._nodes[address].connect_s = TLS_AGAIN_S if self._tls else AGAIN_S
-        self.servers.failed(name_of(address), error, raised=raised)
+        self.servers.failed(name_of(address), error, is_skipped=is_skipped)
 
     def _find_owners(self) -> None:
         failure: StoreError | None = None
@@ -196,25 +197,24 @@ class RedisCluster(Store):
                 node.close()
                 failure = error if isinstance(error, StoreError) else StoreError("protocol", f"{self._name}: {error}.")
                 continue
-            owners: list[Address | None] = [None] * SLOTS
-            for master, slots in masters.items():
-                for part in slots:
-                    owners[part.start : part.stop] = [master] * len(part)
-            if address not in masters:
-                node.close()
-            kept = {
-                master: self._nodes.get(master) or (node if master == address else self._open(*master))
-                for master in masters
-            }
-            for gone in set(self._nodes) - set(kept):
-                self._nodes[gone].close()
-            self._nodes, self._owners, self._masters.addresses = kept, owners, tuple(kept)
-            self._stale_at = time.monotonic() + DOWN_PAUSE_S if None in owners else inf
-            self._down_until = {master: at for master, at in self._down_until.items() if master in kept}
-            self.servers.update(map(name_of, kept))
+            self._use(masters, {**self._nodes, address: node})
             return
         assert failure is not None
         raise failure
+
+    def _use(self, masters: Mapping[Address, Sequence[range]], opened: Mapping[Address, Redis]) -> None:
+        """Use these masters, by their slots. ``opened``: connections that are there; the others are closed."""
+        owners: list[Address | None] = [None] * SLOTS
+        for master, slots in masters.items():
+            for part in slots:
+                owners[part.start : part.stop] = [master] * len(part)
+        for gone in opened.keys() - masters.keys():
+            opened[gone].close()
+        self._nodes = {master: opened.get(master) or self._open(*master) for master in masters}
+        self._owners, self._masters.addresses = owners, tuple(masters)
+        self._stale_at = time.monotonic() + DOWN_PAUSE_S if None in owners else inf
+        self._down_until = {master: at for master, at in self._down_until.items() if master in masters}
+        self.servers.update(map(name_of, masters))
 
     def close(self) -> None:
         self._owners = []
@@ -332,7 +332,7 @@ class RedisCluster(Store):
             with self._exchange(owner[at]) as node:
                 received = node.value(request, time.monotonic() + patience_s)
             if isinstance(received, StoreError):
-                self._pause(owner[at], received, raised=True)
+                self._pause(owner[at], received, is_skipped=False)
             elif received is not None and received.block is None:
                 self.close()  # values of other masters are still coming
                 yield received
@@ -373,13 +373,13 @@ class RedisCluster(Store):
             if node.moved:
                 self._stale_at, node.moved = 0.0, False
             if node.down is not None:
-                self._pause(address, node.down, raised=False)
+                self._pause(address, node.down, is_skipped=True)
                 self._stale_at, node.down = 0.0, None  # it may have lost its slots while cut off from the others
         except StoreError as error:
-            skipped = skips_busy and error.kind == "busy"
+            is_skipped = skips_busy and error.kind == "busy"
             if error.kind in SKIPPED_AFTER:
-                self._pause(address, error, raised=not skipped)
-            if not skipped:
+                self._pause(address, error, is_skipped=is_skipped)
+            if not is_skipped:
                 self.close()
                 raise
 

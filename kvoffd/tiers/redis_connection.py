@@ -68,8 +68,8 @@ class RedisConnection:
         """Whether anything was received over this connection."""
         self._server: object = None
         """Address of the server."""
-        self._replica: object = None
-        """Address of the server that refused the last write, as a replica."""
+        self._refused_by: object = None
+        """Address of the server if it refused a write, as a replica, over the connection before."""
 
     def is_usable(self) -> bool:
         """Return whether it is open, with nothing more to come, and its server was not demoted."""
@@ -111,16 +111,16 @@ class RedisConnection:
             hint = WANTS_NO_TLS if "handshake" in str(error) or "SSL" in str(error) else ""
             why = f"{self.name} cannot be reached: {getattr(error, 'strerror', None) or error}.{hint}"
             raise StoreError("unreachable", why, final=True) from error
-        if self._replica not in (None, self._server):  # the name leads to another server than the one that refused
-            self._demoted.address = self._replica
+        if self._refused_by not in (None, self._server):  # the name leads to another server than the one that refused
+            self._demoted.address = self._refused_by
         if self._demoted.address == self._server:  # it was made primary again, or the name has several addresses
             self._demoted.address = None
-        self._replica = None
+        self._refused_by = None
         return deadline
 
     def mark_replica(self) -> None:
         """Record that the server refused a write, as a replica."""
-        self._replica = self._server
+        self._refused_by = self._server
 
     def close(self) -> None:
         self._input.clear()
@@ -211,12 +211,13 @@ class RedisConnection:
         """Receive the rest of the views, and any further bytes; return the checksums of the views."""
         with self._ready(deadline) as connected:
             fd, left_s = connected.fileno(), deadline - time.monotonic()
-        parts = array("Q", [number for view in (*rest, memoryview(self._beyond)) for number in _place(view)])
-        addresses, lengths = (array("Q", column) for column in zip(*map(_place, views), strict=True))
+        into = *rest, memoryview(self._beyond)
+        parts = array("Q", [word for view in into for word in (address_of(view), len(view))])
+        addresses, lengths = array("Q", map(address_of, views)), array("Q", map(len, views))
         sums = array("Q", bytes(8 * len(views)))
         columns = (column.buffer_info()[0] for column in (addresses, lengths, sums))
         waits_ms = int(1000 * min(STALL_S, left_s)) + 1, int(1000 * left_s) + 1
-        count = native().receive(fd, parts.buffer_info()[0], len(rest) + 1, *waits_ms, *columns, len(views))
+        count = native().receive(fd, parts.buffer_info()[0], len(into), *waits_ms, *columns, len(views))
         if count < 0:
             closed = count == -errno.ENODATA
             raise self._lost("it closed the connection" if closed else OSError(-count, os.strerror(-count)))
@@ -268,11 +269,6 @@ def _connected(places: Sequence[Any], deadline: float) -> socket.socket:
         if len(places) == 1:
             raise
     return _connected(places[1:], deadline)
-
-
-def _place(view: memoryview) -> tuple[int, int]:
-    """Return a view's address and length."""
-    return address_of(view) if len(view) else 0, len(view)
 
 
 def _tls_context() -> ssl.SSLContext:

@@ -175,11 +175,11 @@ class Redis(Store):
         if isinstance(length, StoreError):
             self.close()
             raise length
-        if length is None:
-            return self._decode_generation(name, b"")
-        if not 0 <= length <= LINE_BYTES:
-            return self._decode_generation(name, b"of another type, or long")
-        return self._decode_generation(name, self._connection.take(length + 2, deadline)[:-2])
+        text = b""
+        if length is not None:
+            is_short = 0 <= length <= LINE_BYTES
+            text = self._connection.take(length + 2, deadline)[:-2] if is_short else b"of another type, or long"
+        return self._decode_generation(name, text)
 
     def _decode_generation(self, name: bytes, text: bytes) -> int:
         try:
@@ -202,13 +202,15 @@ class Redis(Store):
         self._connection.send(self._further_gets(), deadline)
 
     def _further_gets(self) -> list[bytes]:
-        """Return the requests of further blocks once at most half of MAX_COMING_BYTES is still coming: up to that, or
-        one larger block alone."""
+        """Return the requests of further blocks, as many as MAX_COMING_BYTES allows, or one larger block alone; none
+        while more than half of that is coming, so that each message has several."""
         names: list[bytes] = []
-        most = MAX_COMING_BYTES if self._coming_bytes <= MAX_COMING_BYTES // 2 else 0
-        while self._unasked and (self._coming_bytes + self._unasked[0].nbytes <= most or not self._coming_bytes):
-            request = self._unasked.popleft()
-            self._coming_bytes += request.nbytes
+        while self._unasked and (names or self._coming_bytes <= MAX_COMING_BYTES // 2):
+            request = self._unasked[0]
+            if self._coming_bytes and self._coming_bytes + request.group.nbytes > MAX_COMING_BYTES:
+                break
+            self._unasked.popleft()
+            self._coming_bytes += request.group.nbytes
             names.append(block_name(request.group, request.key))
         return [_repeated(b"GET", names)]
 
@@ -218,14 +220,14 @@ class Redis(Store):
         if isinstance(length := self._value_length(deadline), StoreError):
             received = length
         elif length is not None:
-            fits = length == HEADER_BYTES + request.nbytes
+            fits = length == HEADER_BYTES + request.group.nbytes
             if not fits or (block := decode_header(self._connection.take(HEADER_BYTES, deadline))) is None:
                 self.close()
                 return Received(None)
             received = Received(block, self._connection.fill(request.views, deadline))
             if self._connection.take(2, deadline) != b"\r\n":
                 raise self._connection.protocol_error("a value does not end where it should")
-        self._coming_bytes -= request.nbytes
+        self._coming_bytes -= request.group.nbytes
         self._connection.send_on(self._further_gets(), deadline)
         return received
 
@@ -388,16 +390,16 @@ class Redis(Store):
         """Return the length of the next value; None for no value, -1 for one of another type, which is not sent; the
         error if a busy server refuses it."""
         line = self._connection.line(deadline, HEAD_BYTES)
-        if line.startswith(BUSY_REPLIES):
-            return self._busy(line)
+        if re.fullmatch(rb"\$[0-9]{1,18}", line):
+            return int(line[1:])
+        if line == b"$-1" or self._note_if_elsewhere(line):
+            return None
         if line.startswith(b"-WRONGTYPE"):
             return -1
-        if self._note_if_elsewhere(line):
-            return None
+        if line.startswith(BUSY_REPLIES):
+            return self._busy(line)
         text = self._check(line, b"$")
-        if not re.fullmatch(rb"-1|[0-9]{1,18}", text):
-            raise self._connection.protocol_error(f"{self._quoted(text)} is not a length")
-        return int(text) if text != b"-1" else None
+        raise self._connection.protocol_error(f"{self._quoted(text)} is not a length")
 
 
 def _bulk(data: bytes) -> bytes:

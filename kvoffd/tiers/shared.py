@@ -79,7 +79,7 @@ MAX_OBJECT_BYTES = 500 * 2**20
 READERS = 2
 
 HANGS_S = 0.5
-"""Time after its deadline by which an ask must have begun."""
+"""Time after its deadline by which an ask must have begun, unless a raise takes its time."""
 RAISE_S = 5.0
 """Limit for raising a generation, or for checking whether another node did."""
 OLD_WEIGHT = 0.9
@@ -129,6 +129,8 @@ class SharedTier(Tier):
         """``_poll_next``: whether a poll is taken next, if one waits."""
         self._unfollowed: list[Raise] = []
         """Raises that a peer has not followed yet: ``tick`` asks again."""
+        self._raises = 0
+        """Raises that the asking thread has, which may take ``RAISE_S`` each."""
         self._asked_keys = 0
         self._writes: dict[tuple[int, bytes], ObjectWrite] = {}
         self._know_nothing(name)
@@ -196,17 +198,17 @@ class SharedTier(Tier):
         elif (gap := states.find(ABSENT)) >= 0:  # keys behind a gap are useless
             end = gap
         unknown = list(compress(range(first, end), states[first:end].translate(_IS_UNKNOWN)))
-        if wanted := unknown[: MAX_ASKED - self._asked_keys]:
-            asked_part = slice(wanted[0], wanted[-1] + 1)
-            states[asked_part] = states[asked_part].replace(bytes([UNKNOWN]), bytes([ASKED]))
-            every = len(wanted) == len(keys)
-            asked = keys if every else list(map(keys.__getitem__, wanted))
+        if places := unknown[: MAX_ASKED - self._asked_keys]:
+            span = slice(places[0], places[-1] + 1)  # all that are unknown in it are asked for
+            states[span] = states[span].replace(bytes([UNKNOWN]), bytes([ASKED]))
+            asks_all = len(places) == len(keys)
+            asked = keys if asks_all else list(map(keys.__getitem__, places))
             self._answers.asked(group.tag, asked)
             self._asked_keys += len(asked)
             self.counters.asked_keys += len(asked)
             ask = Ask(group, asked, prefix, self._clock() + self.ask_deadline_s)
             self._asking.put(ask)
-            question = ask if every else None
+            question = ask if asks_all else None
         return Found(bytes(states).replace(bytes([UNKNOWN]), bytes([ABSENT])), question)
 
     # --- reading, writing, removing --------------------------------------------------------------
@@ -293,29 +295,33 @@ class SharedTier(Tier):
         return found if len(found) != 1 else [Server(found[0].name, self.available(), self.health.problem)]
 
     def tick(self) -> None:
-        """End waiting reads while the breaker is open. Probe when it is due, and open the breaker while the asking
-        thread hangs, as in name resolution. Report unreachable servers, and when the store is reachable.
+        """End waiting reads while the breaker is open. Put questions that are due. Report unreachable servers, when the
+        store is reachable, and an asking thread that hangs.
         """
         if not self.name:  # no peer has this place yet
             return
-        now = self._clock()
         for request in self._unfollowed:
-            self._asking.put(request)
+            self._put_raise(request)
         self._unfollowed.clear()
         if self.breaker.open:
             self._reading.end((Result.FAILED, None))
-        if self.health.update_steady() and not self.may_be_away:
+        if self.health.becomes_steady() and not self.may_be_away:
             logger.info("%s is reachable.", self.name)
         self._put_due_questions()
         if self._store.servers is not None:
-            for name, error in self._store.servers.take_unraised().items():
+            for name, error in self._store.servers.take_skipped().items():
                 self._error(f"{error.kind} {name}", error.sentence)
-        if self._asking.longest_s > HANGS_S:
-            overdue = self._asking.end(None, lambda one: isinstance(one, Ask | Poll) and one.deadline < now - HANGS_S)
-            if overdue and not self.breaker.open:
-                self.breaker.failed("ask", at_once=True)
-                why = f"Connecting to {self.name} takes too long; check its name and the network."
-                self.failed(StoreError("timeout", why), refuses_writes=False)
+        if self._asking.longest_s > HANGS_S + (RAISE_S if self._raises else 0.0):
+            self._end_overdue()
+
+    def _end_overdue(self) -> None:
+        """End what the asking thread, which hangs, as in name resolution, should have begun; open the breaker."""
+        begun_by = self._clock() - HANGS_S
+        overdue = self._asking.end(None, lambda one: isinstance(one, Ask | Poll) and one.deadline < begun_by)
+        if overdue and not self.breaker.open:
+            self.breaker.failed("ask", at_once=True)
+            why = f"Connecting to {self.name} takes too long; check its name and the network."
+            self.failed(StoreError("timeout", why), refuses_writes=False)
 
     def _put_due_questions(self) -> None:
         for question in self.health.take_questions():
@@ -352,10 +358,14 @@ class SharedTier(Tier):
         """Begin to void a namespace's blocks for all nodes; the result shows when that has ended, and how."""
         request = Raise(fingerprint, generation, self._clock() + RAISE_S)
         if not (self.breaker.silent or self.closed):
-            self._asking.put(request)
+            self._put_raise(request)
         else:
             request.ended, request.problem = True, self.health.problem or f"{self.name} has not been reached yet."
         return request
+
+    def _put_raise(self, request: Raise) -> None:
+        self._raises += 1
+        self._asking.put(request)
 
     def poll(self, fingerprints: Iterable[bytes]) -> None:
         """Check whether namespaces' blocks were voided for all nodes, unless that was done recently. Once that is due
@@ -363,10 +373,9 @@ class SharedTier(Tier):
         if not self.name or self.breaker.silent or self.closed:
             return
         now = self._clock()
-        polled = [(one, at) for one in fingerprints if (at := self._polled_at.get(one, -inf)) < inf]
-        if not any(now >= at + self._store.poll_s for _, at in polled):
-            return
-        self._put_polls([one for one, _ in polled])
+        polled_at = {one: at for one in fingerprints if (at := self._polled_at.get(one, -inf)) < inf}
+        if any(now >= at + self._store.poll_s for at in polled_at.values()):
+            self._put_polls(list(polled_at))
 
     def _put_polls(self, fingerprints: Sequence[bytes]) -> None:
         for first in range(0, len(fingerprints), POLLED_AT_ONCE):
@@ -395,7 +404,7 @@ class SharedTier(Tier):
     # --- what has ended, in the daemon's thread --------------------------------------------------
 
     def _question_ended(self, question: Question, result: Any) -> None:
-        self.health.answered()
+        self.health.question_ended()
         if isinstance(question, Probe):
             self.health.probed()
         elif isinstance(question, Look):
@@ -408,6 +417,7 @@ class SharedTier(Tier):
             self._raise_ended(question, result)
 
     def _raise_ended(self, request: Raise, result: int | Exception) -> None:
+        self._raises -= 1
         if isinstance(result, int):
             self._record_generation(request.fingerprint, result)
             request.ended, request.problem = True, ""

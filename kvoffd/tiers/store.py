@@ -68,7 +68,7 @@ class Servers:
     def __init__(self, *names: str) -> None:
         self._lock = threading.Lock()
         self._known = {name: Server(name) for name in names}
-        self._unraised: dict[str, StoreError] = {}
+        self._skipped: dict[str, StoreError] = {}
 
     def __iter__(self) -> Iterator[Server]:
         with self._lock:
@@ -84,18 +84,18 @@ class Servers:
             if name in self._known:
                 self._known[name] = self._known[name]._replace(answers=True)
 
-    def failed(self, name: str, error: StoreError, *, raised: bool) -> None:
-        """Record a failure. ``raised``: the store raised the error, and does not continue without the server."""
+    def failed(self, name: str, error: StoreError, *, is_skipped: bool) -> None:
+        """Record a failure. ``is_skipped``: the store continues without the server, so nobody raises the error."""
         with self._lock:
             if name in self._known:
                 self._known[name] = Server(name, False, error.sentence)
-                if not raised:
-                    self._unraised[name] = error
+                if is_skipped:
+                    self._skipped[name] = error
 
-    def take_unraised(self) -> dict[str, StoreError]:
-        """Return the servers without which the store continued since the last call, with their errors."""
+    def take_skipped(self) -> dict[str, StoreError]:
+        """Return the servers that were skipped since the last call, with their errors."""
         with self._lock:
-            found, self._unraised = self._unraised, {}
+            found, self._skipped = self._skipped, {}
             return found
 
 
@@ -105,11 +105,6 @@ class GetRequest(NamedTuple):
     group: BlockGroup
     key: bytes
     views: Sequence[memoryview]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the views."""
-        return sum(map(len, self.views))
 
 
 class PutRequest(NamedTuple):
@@ -157,8 +152,8 @@ class Store(ABC):
         keys_at_once: most keys of one ``ask``, after which other clients can have their turn.
         blocks_at_once, bytes_at_once: most blocks of one ``get`` or ``put``, and their bytes if there are several.
         failed_s: time for which a block whose read failed counts as absent.
-        follows: whether it is a peer, which follows generations: one that it has already, as it heard of it elsewhere,
-            is not raised. Any other store must get a higher one.
+        follows: whether it is a peer, which may have heard of a clear's generation elsewhere: then it has followed.
+            A store with the same number has it from another clear, and gets a higher one.
         believed_s: time for which an existing block is not offered again. The store may lose it; an offer is a use.
         writers: threads that write. With several, one looks for existing blocks while another one's are being sent.
         servers: those of the store, the same object for all connections; None if they are unknown.

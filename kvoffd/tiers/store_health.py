@@ -14,7 +14,7 @@ from kvoffd.tiers.tier import TierStats
 logger = logging.getLogger(__name__)
 
 QUIET_S = 10.0
-"""Time without answers after which the store is probed, so that operators learn if it is gone."""
+"""Time without a question after which the store is probed, so that operators learn if it is gone."""
 LOOK_S, SILENT_LOOK_S = 10.0, 600.0
 """Intervals at which the store is asked how full it is; the latter if it does not report that."""
 FULL_PAUSE_S = 5.0
@@ -49,8 +49,8 @@ class StoreHealth:
         """Time until which the last refusal of a write is reported."""
         self._looking = self._probing = False
         """Whether a ``Look`` and a ``Probe`` are under way."""
-        self._look_at = self._heard_at = clock()
-        """Time of the next ``Look``, and of the last answer to any question."""
+        self._look_at = self._asked_at = clock()
+        """Time of the next ``Look``, and when a question last ended, in whatever way."""
         self._steady_at = 0.0
         """Time from which on a store that is reachable then is steadily reachable."""
         self._is_steady = False
@@ -70,8 +70,8 @@ class StoreHealth:
         """Take the store for steadily reachable, and do not report that."""
         self._is_steady = True
 
-    def update_steady(self) -> bool:
-        """Update, at each tick, whether the store is steadily reachable; return whether it has become that."""
+    def becomes_steady(self) -> bool:
+        """Return whether the store has become steadily reachable since the last call. Called at each tick."""
         now = self._clock()
         if self._breaker.open:
             self._is_steady, self._steady_at = False, now + (STEADY_S if self._breaker.opened else 0.0)
@@ -87,13 +87,12 @@ class StoreHealth:
         if not (self._looking or self._breaker.open) and (now >= self._look_at or self.fullness.wrote_much()):
             self._looking = True
             yield Look()
-        if not self._probing and now >= (self._breaker.probe_at if self._breaker.open else self._heard_at + QUIET_S):
+        if not self._probing and now >= (self._breaker.probe_at if self._breaker.open else self._asked_at + QUIET_S):
             self._probing = True
             yield Probe()
 
-    def answered(self) -> None:
-        """Record that a question has ended."""
-        self._heard_at = self._clock()
+    def question_ended(self) -> None:
+        self._asked_at = self._clock()
 
     def probed(self) -> None:
         self._probing = False

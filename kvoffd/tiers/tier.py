@@ -151,8 +151,8 @@ class Tier(ABC):
         """Begin to read into these pool offsets, by rank. Returns False if the block is absent or not accepted now.
 
         Args:
-            patience_s: time that the block may take from the beginning of its turn. Before that it waits as long as
-                earlier blocks come; if the device or server hangs, or is not used any more, it ends too.
+            patience_s: time that the block may take once its turn has begun. The wait for its turn has no limit while
+                earlier blocks come; it ends if the device or server hangs, or is not used any more.
             is_awaited: asked when the block's turn comes, in any thread. If False, the read ends as UNWANTED, and the
                 device or server is not asked for the block.
         """

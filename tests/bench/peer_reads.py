@@ -20,7 +20,9 @@ import numpy as np
 from kvoffd.pool.checksums import digest
 from kvoffd.pool.memory import PoolMemory
 from kvoffd.tiers.header import BlockGroup, make_block_group
-from kvoffd.tiers.peers import PIN, HelperSettings, PeerHelper, PeerStore, Pin, Pinned
+from kvoffd.tiers.peer_messages import PIN, HelperSettings, Pin, Pinned
+from kvoffd.tiers.peer_process import PeerHelper
+from kvoffd.tiers.peer_store import PeerStore
 from kvoffd.tiers.store import GetRequest
 from tests.kit.ports import free_port
 

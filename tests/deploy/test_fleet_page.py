@@ -11,7 +11,7 @@ from kvoffd.config import PEER_PLACES, ServerLimits
 from kvoffd.server.peer_places import EXCHANGE_S
 from kvoffd.tiering.tier_lookups import PEERS_AT_ONCE
 from kvoffd.tiers import peer_caller, peer_helper
-from kvoffd.tiers.peers import PeerStore
+from kvoffd.tiers.peer_store import PeerStore
 from kvoffd.tiers.redis_store import Redis
 from kvoffd.tiers.shared import READERS
 from kvoffd.tiers.store_health import LOOK_S

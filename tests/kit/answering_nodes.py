@@ -9,7 +9,7 @@ from typing import Self
 import msgspec
 import zmq
 
-from kvoffd.tiers.peers import FIND, FOLLOW, GENERATION_BYTES, Find, Follow, curve_keys, peer_socket
+from kvoffd.tiers.peer_messages import FIND, FOLLOW, GENERATION_BYTES, Find, Follow, curve_keys, peer_socket
 
 
 def cleared(address: str, follow: Follow) -> bytes | None:

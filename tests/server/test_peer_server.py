@@ -12,7 +12,7 @@ import pytest
 from kvoffd.cache.namespace import Namespace
 from kvoffd.server.lender import LEASE_S, MAX_LEASES_EACH, MAX_VOIDED, PeerServer
 from kvoffd.tiers.generations import Generations
-from kvoffd.tiers.peers import (
+from kvoffd.tiers.peer_messages import (
     BUSY,
     FIND,
     FOLLOW,
@@ -24,11 +24,11 @@ from kvoffd.tiers.peers import (
     RELEASE,
     Find,
     Follow,
-    PeerHelper,
-    PeerStore,
     Pin,
     Pinned,
 )
+from kvoffd.tiers.peer_process import PeerHelper
+from kvoffd.tiers.peer_store import PeerStore
 from tests.kit.slot_cache import UNIT, CacheRig, keys_of
 
 ROUTE, ONE = b"\0peer", bytes(32)

@@ -12,7 +12,7 @@ import numpy as np
 from kvoffd.cache.block_table import READY
 from kvoffd.pool.checksums import digest
 from kvoffd.server.lender import PeerServer
-from kvoffd.tiers.peers import LENT, PIN, RELEASE, Find, Pin, Pinned
+from kvoffd.tiers.peer_messages import LENT, PIN, RELEASE, Find, Pin, Pinned
 from tests.sim.clock import Broken
 from tests.sim.pool import Slot
 from tests.sim.tiers import followed_of

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -13,8 +14,8 @@ import pytest
 
 from kvoffd.tiers import peer_caller
 from kvoffd.tiers.peer_caller import MAX_NAMED, NOT_CALLED, Calls, PeerCaller
+from kvoffd.tiers.peer_messages import GENERATION_BYTES, Follow
 from kvoffd.tiers.peer_names import PeerName
-from kvoffd.tiers.peers import GENERATION_BYTES, Follow
 from tests.kit.answering_nodes import AnsweringNodes, cleared
 from tests.kit.ports import free_port
 from tests.kit.waiting import wait_until
@@ -78,6 +79,41 @@ def test_a_node_that_has_not_cleared_yet_is_called_again(monkeypatch: pytest.Mon
     with AnsweringNodes(SECRET, rig.addresses, answer), rig.caller() as caller:
         assert list(rig.call(caller).unreached({})) == []
     assert {one for one, count in asked.items() if count > 1} == {rig.addresses[number] for number in (3, 5, 7)}
+
+
+def test_a_node_whose_number_is_higher_is_called_again_with_one_above_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be an earlier clear's, by a clock that is ahead: the node would keep what it has stored since."""
+    monkeypatch.setattr(peer_caller, "CALLS_S", 60.0)
+    rig, numbers = Rig(monkeypatch, 9), dict[str, int]()
+    numbers[rig.addresses[4]] = GENERATION + 3600
+    cleared_at = dict[str, list[int]]()
+
+    def answer(address: str, follow: Follow) -> bytes | None:
+        if follow.generation > numbers.get(address, 0):
+            numbers[address] = follow.generation
+            cleared_at.setdefault(address, []).append(follow.generation)
+        return numbers[address].to_bytes(GENERATION_BYTES, "little") + b"\1"
+
+    with AnsweringNodes(SECRET, rig.addresses, answer), rig.caller() as caller:
+        assert list(rig.call(caller).unreached({})) == []
+    ahead = {rig.addresses[4]: [GENERATION + 3601]}
+    assert cleared_at == {address: [GENERATION] for address in rig.addresses} | ahead
+
+
+def test_a_number_that_no_node_can_have_is_a_problem_of_the_node_that_answers_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(peer_caller, "CALLS_S", 1.0)
+    rig, asked = Rig(monkeypatch, 1), list[int]()
+
+    def answer(address: str, follow: Follow) -> bytes | None:
+        asked.append(follow.generation)
+        return b"\xff" * GENERATION_BYTES + b"\1"
+
+    with AnsweringNodes(SECRET, rig.addresses, answer), rig.caller() as caller:
+        (sentence,) = rig.call(caller).unreached({})
+    assert "was not written by a node" in sentence
+    assert set(asked) == {GENERATION}
 
 
 def test_nodes_that_have_not_cleared_in_time_are_named_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,6 +182,36 @@ def test_known_nodes_are_called_while_a_name_server_does_not_answer(monkeypatch:
             assert nodes.asked[8:] == rig.addresses[8:], "only the one that was not known"
     finally:
         answers.set()
+
+
+@pytest.mark.parametrize("closes", [True, False])
+def test_after_a_name_that_took_all_the_time_or_the_end_no_other_is_resolved(
+    monkeypatch: pytest.MonkeyPatch, closes: bool
+) -> None:
+    """Each may take as long, and other clears wait for the thread."""
+    monkeypatch.setattr(peer_caller, "CALLS_S", 60.0 if closes else 0.05)
+    resolved, goes_on = list[str](), threading.Event()
+
+    def resolve(host: str, port: int, **_: Any) -> list[tuple[Any, ...]]:
+        resolved.append(host)
+        assert goes_on.wait(120.0)
+        return []
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    names = [PeerName(f"dns+{host}:7400", host, 7400) for host in ("one", "other")]
+    caller = PeerCaller(names, "", SECRET)
+    began = time.monotonic()
+    calls = caller.call(FINGERPRINT, GENERATION, [[], []])
+    try:
+        wait_until(lambda: bool(resolved) and (closes or time.monotonic() > began + 0.05))
+        if closes:
+            caller.close()
+    finally:
+        goes_on.set()
+    wait_until(lambda: calls.ended)
+    caller.close()
+    assert resolved == ["one"]
+    assert list(calls.unreached({})) == [f"{names[1].text}: its nodes are not known: the name is being resolved."]
 
 
 def test_clears_that_wait_are_bounded_and_end_with_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:

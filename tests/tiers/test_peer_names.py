@@ -30,7 +30,9 @@ def answer_with(monkeypatch: pytest.MonkeyPatch, *hosts: str) -> None:
     ("hosts", "addresses"),
     [
         (["10.0.0.1", "10.0.0.2", "10.0.0.1"], ["10.0.0.1:7400", "10.0.0.2:7400"]),
-        (["fd00::1", "10.0.0.2", "fd00::2"], ["10.0.0.2:7400"]),
+        (["fd00::1", "10.0.0.2", "fd00::2", "10.0.0.1"], ["10.0.0.2:7400", "10.0.0.1:7400"]),
+        (["fd00::1", "10.0.0.2", "fe80::1%eth0", "fe80::2%eth0"], ["10.0.0.2:7400"]),
+        (["10.0.0.2", "fd00::1", "10.0.0.3"], ["10.0.0.2:7400", "10.0.0.3:7400"]),
         (["fd00::1", "fe80::1%eth0"], ["[fd00::1]:7400"]),
         ([], []),
     ],
@@ -38,6 +40,17 @@ def answer_with(monkeypatch: pytest.MonkeyPatch, *hosts: str) -> None:
 def test_each_node_has_one_address(monkeypatch: pytest.MonkeyPatch, hosts: list[str], addresses: list[str]) -> None:
     answer_with(monkeypatch, *hosts)
     assert resolve(NAME, lambda host, port: False) == Resolved(addresses)
+
+
+@pytest.mark.parametrize("has_ipv6", [True, False])
+def test_of_both_kinds_the_one_with_more_nodes_is_kept_if_there_is_a_way(
+    monkeypatch: pytest.MonkeyPatch, has_ipv6: bool
+) -> None:
+    """A node that got no IPv4 address yet has blocks too, and must hear of clears."""
+    answer_with(monkeypatch, "10.0.0.1", "fd00::1", "fd00::2")
+    monkeypatch.setattr(peer_names, "_own_address", lambda host, port: "fd00::9" if has_ipv6 else "")
+    kept = ["[fd00::1]:7400", "[fd00::2]:7400"] if has_ipv6 else ["10.0.0.1:7400"]
+    assert resolve(NAME, lambda host, port: False) == Resolved(kept)
 
 
 def test_no_more_than_the_bound_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:

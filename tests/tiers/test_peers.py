@@ -33,9 +33,9 @@ from kvoffd.errors import KvoffdError
 from kvoffd.pool.checksums import digest
 from kvoffd.pool.memory import PoolMemory
 from kvoffd.server.tier_supervisor import shared_stores
-from kvoffd.tiers import peer_helper, peers
+from kvoffd.tiers import peer_helper, peer_process, peer_store
 from kvoffd.tiers.header import make_block_group
-from kvoffd.tiers.peers import (
+from kvoffd.tiers.peer_messages import (
     FIND,
     FREE,
     GENERATION_BYTES,
@@ -43,15 +43,18 @@ from kvoffd.tiers.peers import (
     PIN,
     READ,
     RELEASE,
+    REQUEST,
     SLICE_BYTES,
     SLICES,
+    STARTED,
+    Find,
     HelperSettings,
-    PeerHelper,
-    PeerStore,
     Pin,
     Pinned,
     frame,
 )
+from kvoffd.tiers.peer_process import PeerCall, PeerHelper
+from kvoffd.tiers.peer_store import PeerStore
 from kvoffd.tiers.store import GetRequest, Received, StoreError
 from tests.kit.amount import TIMES
 from tests.kit.network import Network
@@ -96,13 +99,13 @@ def nixl(monkeypatch: pytest.MonkeyPatch) -> None:
     require_nixl()
     monkeypatch.setenv("UCX_TLS", "tcp")
     importlib.import_module("nixl_cu12")
-    monkeypatch.setattr(peers, "subprocess", SimpleNamespace(Popen=Forked, DEVNULL=subprocess.DEVNULL))
+    monkeypatch.setattr(peer_process, "subprocess", SimpleNamespace(Popen=Forked, DEVNULL=subprocess.DEVNULL))
 
 
 @pytest.fixture
 def cold(nixl: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Helpers start as a daemon's do."""
-    monkeypatch.setattr(peers, "subprocess", subprocess)
+    monkeypatch.setattr(peer_process, "subprocess", subprocess)
 
 
 class Lender:
@@ -215,7 +218,7 @@ def full() -> Iterator[int]:
 
 def test_the_helper_finds_kvoffd_where_the_daemon_did() -> None:
     """The Debian package has it in a directory of its own, which only the daemon's script names."""
-    _, *rest = peers.helper_command(0)
+    _, *rest = peer_process.helper_command(0)
     ended = subprocess.run([sys.executable, "-I", "-S", *rest], capture_output=True, text=True, timeout=60, check=False)
     assert "No module named" in ended.stderr, "-S leaves out numpy"
     assert "No module named 'kvoffd'" not in ended.stderr
@@ -228,7 +231,7 @@ def test_without_nixl_it_does_not_start_and_says_what_to_type(monkeypatch: pytes
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in gone else found(name))
     with pytest.raises(KvoffdError, match=rf"{re.escape(sys.executable)} -m pip install --no-deps nixl-cu12\.$"):
         shared_stores(config)
-    monkeypatch.setattr(peers, "__file__", "/usr/lib/kvoffd/kvoffd/tiers/peers.py")
+    monkeypatch.setattr(peer_process, "__file__", "/usr/lib/kvoffd/kvoffd/tiers/peer_process.py")
     with pytest.raises(KvoffdError, match="install --no-deps --target /usr/lib/kvoffd nixl-cu12"):
         shared_stores(config)
     gone.add("pip")
@@ -378,9 +381,9 @@ def test_answers_that_nobody_asked_for_are_dropped(lender: Lender, reader: Reade
 def test_a_peers_request_answers_no_call(nixl: None, kind: int) -> None:
     """It chooses the id of its request, and may have seen those of this node's calls."""
     reader, route = Reader(free_port()), b"route"
-    call = peers._Call(kind, len(route), 7, 0)
+    call = PeerCall(kind, len(route), 7, 0)
     reader.helper._calls[7] = call
-    reader.helper._received(frame(peers.REQUEST, len(route), 7, route + bytes([FIND]) + b"chosen"))
+    reader.helper._received(frame(REQUEST, len(route), 7, route + bytes([FIND]) + b"chosen"))
     assert not call.ended.is_set()
     assert (call.reply, call.problem) == (None, "")
     reader.close()
@@ -407,7 +410,7 @@ def test_an_answer_that_a_busy_helper_does_not_accept_at_once_is_sent_later(
     lender: Lender, reader: Reader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else the asker would wait for its whole patience."""
-    monkeypatch.setattr(peers, "SEND_S", PATIENCE_S)
+    monkeypatch.setattr(peer_process, "SEND_S", PATIENCE_S)
     answer, late = lender.answer, threading.Event()
 
     def busy(route: bytes, ident: int, kind: int, payload: bytes) -> None:
@@ -449,7 +452,7 @@ def raw_peer(lender: Lender) -> Iterator[RawPeer]:
 
 
 def pin_of(number: int) -> bytes:
-    return msgspec.msgpack.encode(Pin(peers.Find(b"f" * 32, 0, 0, 8, number.to_bytes(8, "big")), [SIZE]))
+    return msgspec.msgpack.encode(Pin(Find(b"f" * 32, 0, 0, 8, number.to_bytes(8, "big")), [SIZE]))
 
 
 def test_what_was_lent_is_returned_by_a_peer_that_has_asked_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -501,7 +504,7 @@ def test_whole_shards_have_their_checksums_though_a_part_of_another_comes_before
         at += -(-size // 64) * 64
     source = data.integers(0, 256, sum(sizes), np.uint8).tobytes()
     landing = PoolMemory.create(SLICES * SLICE_BYTES, "landing")
-    pieces = [peers._Piece(sum(sizes[:n]), view) for n, view in enumerate(views)]
+    pieces = [peer_store._Piece(sum(sizes[:n]), view) for n, view in enumerate(views)]
     helper, begun = Mock(landing_address=landing.mapping.address, life=0), count()
 
     def begin(kind: int, peer: int, places: bytes) -> Mock:
@@ -513,7 +516,7 @@ def test_whole_shards_have_their_checksums_though_a_part_of_another_comes_before
         return Mock(life=0, number=number)
 
     helper.begin, helper.wait = begin, lambda call, deadline: bytes([call.number % SLICES])
-    reading = peers._Reading(helper, 0, pieces)
+    reading = peer_store._Reading(helper, 0, pieces)
     while any(piece.missing_bytes for piece in pieces):
         reading.land_next(0.0)
     assert helper.end.call_count == next(begun) == 2
@@ -531,8 +534,8 @@ def test_a_lease_that_is_too_short_gives_nothing(lender: Lender, reader: Reader)
 def test_kills_of_either_helper_at_any_time_cost_no_byte_and_leave_nothing(
     nixl: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(peers, "FIRST_PAUSE_S", 0.01)
-    monkeypatch.setattr(peers, "MAX_PAUSE_S", 0.01)
+    monkeypatch.setattr(peer_process, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(peer_process, "MAX_PAUSE_S", 0.01)
     rng, lender = random.Random(SEED), Lender()
     reader = Reader(lender.port).reachable()
     descriptors, counts, slowest_s = len(open_files()), Counter[str](), 0.0
@@ -636,8 +639,8 @@ def test_a_peer_whose_blocks_do_not_come_costs_its_own_reads_only(
 
 def test_a_helper_that_hangs_while_it_starts_is_killed(nixl: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Threads that ask wait for it once, not each time."""
-    monkeypatch.setattr(peers, "STARTS_S", 3.0)
-    monkeypatch.setattr(peers, "START_S", 0.5)
+    monkeypatch.setattr(peer_process, "STARTS_S", 3.0)
+    monkeypatch.setattr(peer_process, "START_S", 0.5)
     reader = Reader(free_port())
     wait_until(lambda: reader.helper._channel is not None, interval_s=0.001)
     os.kill(pid := reader.helper.pid, signal.SIGSTOP)
@@ -649,7 +652,7 @@ def test_a_helper_that_hangs_while_it_starts_is_killed(nixl: None, monkeypatch: 
         reader.stores[0].connect()
     wait.assert_called_once_with(0.0)
     wait_until(lambda: reader.helper.life > 0)
-    monkeypatch.setattr(peers, "STARTS_S", 60.0)  # the next one may take its time
+    monkeypatch.setattr(peer_process, "STARTS_S", 60.0)  # the next one may take its time
     wait_until(lambda: reader.helper.up, 30.0)
     assert not os.path.exists(f"/proc/{pid}")
     reader.close()
@@ -669,7 +672,7 @@ def test_modules_of_the_working_directory_are_not_the_helpers(
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A helper that is silent for 2 s hangs."""
-    monkeypatch.setattr(peers, "HANGS_S", 2.0)
+    monkeypatch.setattr(peer_process, "HANGS_S", 2.0)
 
 
 def test_a_helper_that_hangs_is_started_again(impatient: None, lender: Lender, reader: Reader) -> None:
@@ -685,7 +688,7 @@ def test_a_helper_that_hangs_is_noticed_however_often_the_wait_is_interrupted(
     lender: Lender, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As where the container is frozen and thawed again and again."""
-    monkeypatch.setattr(peers, "HANGS_S", 1.0)
+    monkeypatch.setattr(peer_process, "HANGS_S", 1.0)
     before = signal.signal(signal.SIGUSR1, lambda *_: None)
     (thread,) = lender.helper._thread._threads
     assert thread.ident is not None
@@ -706,7 +709,7 @@ def test_a_helper_that_hangs_is_noticed_however_often_the_wait_is_interrupted(
 
 
 def test_a_stop_does_not_wait_for_a_helper_that_starts(nixl: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peers, "START_S", LONGER_THAN_A_TEST_S)
+    monkeypatch.setattr(peer_process, "START_S", LONGER_THAN_A_TEST_S)
     reader = Reader(free_port())
     wait_until(lambda: bool(reader.helper.pid))
     os.kill(reader.helper.pid, signal.SIGSTOP)
@@ -724,12 +727,30 @@ def test_a_stop_does_not_wait_for_a_helper_that_starts(nixl: None, monkeypatch: 
     reader.close()
 
 
+def test_nobody_waits_for_a_helper_that_cannot_be_started(nixl: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where the process may have no more descriptors."""
+    monkeypatch.setattr(peer_process, "START_S", LONGER_THAN_A_TEST_S)
+    popen = Mock(side_effect=OSError(24, "Too many open files"))
+    monkeypatch.setattr(peer_process, "subprocess", SimpleNamespace(Popen=popen, DEVNULL=subprocess.DEVNULL))
+    reader = Reader(free_port())
+    with pytest.raises(StoreError, match=r"cannot be started: .*Too many open files"):
+        reader.stores[0].connect()
+    reader.close()
+
+
+def test_a_helper_says_why_it_cannot_work_though_the_sentence_is_cut_in_a_character() -> None:
+    helper = object.__new__(PeerHelper)
+    helper._start_ended = threading.Event()
+    helper._received(frame(STARTED, 0, 0, "It has no größeren".encode()[:13]))
+    assert (helper.up, helper.problem) == (False, "It has no gr\ufffd")
+
+
 def test_a_helper_that_cannot_work_is_started_less_and_less_often(
     cold: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """However long each of them takes to say so."""
-    monkeypatch.setattr(peers, "FIRST_PAUSE_S", 0.6)
-    monkeypatch.setattr(peers, "STEADY_S", 0.0)
+    monkeypatch.setattr(peer_process, "FIRST_PAUSE_S", 0.6)
+    monkeypatch.setattr(peer_process, "STEADY_S", 0.0)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         lender = Lender(taken.getsockname()[1])
         wait_until(lambda: "It is started again in 2.4 s" in caplog.text, 60.0, explain=lambda: caplog.text)
@@ -800,3 +821,13 @@ def test_a_peer_with_two_names_has_one_agent() -> None:
     helper._drop_agent(3)
     assert not helper._agents, "its reads failed by either name"
     helper._nixl.remove_remote_agent.assert_called_once_with("agent")
+
+
+def test_an_agent_that_nixl_does_not_know_any_more_does_not_end_the_helper() -> None:
+    """Its peer's number gets another one."""
+    helper = object.__new__(peer_helper.Helper)
+    helper._nixl, helper._agents = Mock(), {0: peer_helper.Agent(b"metadata", "agent", 1)}
+    helper._nixl.remove_remote_agent.side_effect = RuntimeError("NIXL_ERR_NOT_FOUND")
+    helper._settings, helper._peers, helper._asked = HelperSettings(["node-b:7400"], "", SECRET), [None], {}
+    helper._replace(0, "")
+    assert (helper._agents, helper._settings.peers) == ({}, [""])

@@ -22,7 +22,7 @@ from kvoffd.tiers.names import generation_name
 from kvoffd.tiers.redis_cluster import slot_of
 from kvoffd.tiers.redis_connection import CONNECT_S, Demoted, RedisConnection
 from kvoffd.tiers.redis_store import NEEDED_COMMANDS, Redis
-from kvoffd.tiers.shared import MAX_REMOVALS, MAX_WRITES, READERS
+from kvoffd.tiers.shared import HANGS_S, MAX_REMOVALS, MAX_WRITES, READERS
 from kvoffd.tiers.store import UNKEPT, Credentials, PutRequest, StoreError, open_store
 from kvoffd.tiers.tier import Result
 from tests.kit.redis_server import Certificate, RedisServer
@@ -392,6 +392,56 @@ def test_a_peer_that_has_the_raised_number_already_is_not_asked_for_one_more(
     assert rig.tier.generations.fleet(ONE) == raised + (not follows)
 
 
+def test_a_peer_with_a_higher_number_gets_one_above_it(
+    store: FaultyStore, rig: SharedRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be an earlier clear's, by a clock that is ahead: the peer would keep what it has stored since."""
+    monkeypatch.setattr(Redis, "follows", True)
+    ahead = rig.tier.generations.next_of_all(ONE) + 3600
+    store.values[generation_name(ONE)] = b"%d" % ahead
+    right, calls = rig.tier._store.raise_generation, count(1)
+
+    def unkept(*arguments: Any) -> int:
+        raised = right(*arguments)
+        if next(calls) == 1:
+            raise StoreError(UNKEPT, "It is not written yet.")
+        return raised
+
+    monkeypatch.setattr(rig.tier._store, "raise_generation", unkept)
+    assert not rig.raise_generation(ONE).problem
+    assert store.values[generation_name(ONE)] == b"%d" % (ahead + 1), "and none above that at the second attempt"
+    assert rig.tier.generations.fleet(ONE) == ahead + 1
+
+
+@pytest.mark.parametrize("kind", ["helper", "protocol"])
+def test_a_peer_that_fails_at_a_raise_refuses_no_writes(
+    rig: SharedRig, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Nothing is ever written to it, and health would say that it is only read."""
+    monkeypatch.setattr(Redis, "follows", True)
+    monkeypatch.setattr(rig.tier._store, "raise_generation", Mock(side_effect=StoreError(kind, "It fails.")))
+    assert rig.raise_generation(ONE).problem == "It fails."
+    rig.until(lambda: rig.kinds[kind] > 0)
+    assert rig.tier.health.refusal == ""
+
+
+def test_a_raise_that_takes_its_time_is_no_store_that_hangs(
+    store: FaultyStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As at a slow bucket: lookups get no answer for that time, and reads go on."""
+    monkeypatch.setattr("kvoffd.tiers.shared.RAISE_S", 60.0)
+    monkeypatch.setattr("kvoffd.tiers.redis_connection.STALL_S", 60.0)
+    rig = SharedRig(store.url, ask_deadline_s=0.01).reachable()
+    rig.until(lambda: not rig.tier._asking.unfinished)
+    store.answering.clear()
+    one = rig.tier.raise_generation(ONE, rig.tier.generations.next_of_all(ONE))
+    rig.question([key_of(1)], prefix=False)
+    rig.until(lambda: rig.tier._asking.longest_s > HANGS_S + 0.5)
+    store.answering.set()
+    rig.until(lambda: one.ended)
+    assert (one.problem, rig.kinds, rig.tier.breaker.opened) == ("", {}, 0)
+
+
 @pytest.mark.parametrize("follows_after", [3, None])
 def test_a_peer_that_has_not_followed_is_asked_again_and_holds_no_question_up(
     rig: SharedRig, monkeypatch: pytest.MonkeyPatch, follows_after: int | None
@@ -524,6 +574,7 @@ def test_a_generation_that_is_no_number_is_of_its_own_namespace_alone(
     assert rig.kinds == {"generation": 5}
     one = rig.raise_generation(ONE)
     assert one.problem
+    assert rig.tier.health.refusal == "", "blocks of other namespaces are written"
     assert generation_name(ONE) not in store.values, "a number of 19 digits would be read by nobody"
     store.forced_values.clear()
     rig.until(lambda: rig.ask_anew(block) == [Answer.YES])

@@ -104,6 +104,11 @@ def test_masters_are_where_the_cluster_wants_clients_to_go() -> None:
     }
 
 
+def test_what_else_a_server_says_of_a_master_without_a_name_may_be_anything() -> None:
+    reply = [[0, 16383, ["?", 7000, "id", [[], "x", 1, [], "ip", "10.0.0.1"]]]]
+    assert masters_of(reply, ("seed", 1)) == {("10.0.0.1", 7000): [range(16384)]}
+
+
 @pytest.mark.parametrize(
     ("kind", "label", "host"),
     [("ip", "label.invalid", "127.0.0.1"), ("hostname", "localhost", "localhost"), ("hostname", "", "127.0.0.1")],
