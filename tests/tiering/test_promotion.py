@@ -148,6 +148,18 @@ def test_what_comes_up_is_held_for_those_that_wait_until_they_look_again(policy:
     rig.check()
 
 
+def test_blocks_behind_one_that_has_left_the_tier_are_read_at_once(rig: TieringHarness) -> None:
+    space, keys = rig.open(), keys_of(1, 2, 3)
+    rig.put_in_tier(space, keys)
+    look_up(rig, space, 1, keys)
+    del rig.tier.blocks[rig.group(space).tag, keys_of(1)]
+    rig.tiering.pump()
+    assert [job.key for job in rig.tier.jobs] == [keys_of(2), keys_of(3)]
+    assert rig.source.failures == {Result.GONE.value: 1}
+    rig.tier.end_all()
+    rig.cache.end_session(1)
+
+
 def test_prompts_that_do_not_fit_the_pool_together_come_up_one_after_another() -> None:
     rig = TieringHarness(settings=QUIET, regions=4)
     space, prompts = rig.open(), [range(8), range(10, 18), range(20, 28)]
