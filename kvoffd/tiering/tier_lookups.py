@@ -14,7 +14,7 @@ import numpy as np
 from kvoffd.cache.asked_keys import AskedKeys
 from kvoffd.cache.block_table import FREE, READY, UNANSWERED_YET, WRITING
 from kvoffd.cache.cache import Cache
-from kvoffd.cache.namespace import MissReason
+from kvoffd.cache.namespace import Group, MissReason
 from kvoffd.cache.prefetches import NO_SESSION
 from kvoffd.cache.tickets import Lease
 from kvoffd.pool.allocator import PAGE_BYTES
@@ -83,6 +83,8 @@ class _Part:
         self.block_group = block_group_of(self.group)
         """The group, for tiers."""
         self.keys: list[bytes] = np.frombuffer(packed_keys, namespace.key_type)[start:end].tolist()
+        self.key_before = packed_keys[max(0, start - 1) * namespace.key_bytes : start * namespace.key_bytes]
+        """The key before the first of these; empty if that begins the prompt."""
         self.states = memoryview(lookup.answer[number])[start:end]
         """The answer for these keys, which is changed through this view."""
         self.fills: Mapping[bytes, Fill] = unsettled.get(self.block_group.tag, {})
@@ -198,8 +200,9 @@ class TierLookups:
         self._cache, self._sources, self._unsettled = cache, sources, unsettled
         self._unanswered, self._is_unshared = unanswered, is_unshared
         self.is_behind: Callable[[bytes], bool] = lambda fingerprint: False
-        self._awaits: dict[Lease, dict[Fill, None]] = {}
-        """Fills that each lease waits for, settled ones included. ``Fill.leases`` has the same by fill."""
+        self._awaits: dict[Lease, dict[Fill, bytes]] = {}
+        """Fills that each lease waits for, settled ones included, in the order of the prompt, with the key before each;
+        empty at its beginning. ``Fill.leases`` has the same by fill."""
 
     # --- what the cache calls: see TierHooks -----------------------------------------------------
 
@@ -240,12 +243,18 @@ class TierLookups:
 
     def lease_ended(self, lease: Lease) -> None:
         unawaited: dict[FillQueue, None] = {}
-        for fill in self._awaits.pop(lease, ()):
+        chains: dict[Group, dict[bytes, None]] = {}
+        """Keys that may have come up, and those before them."""
+        for fill, key_before in self._awaits.pop(lease, {}).items():
             del fill.leases[lease]
-            if not (fill.leases or fill.is_settled or fill.ticket):
+            if fill.is_settled:
+                chains.setdefault(fill.queue.group, {}).update(((key_before, None), (fill.key, None)))
+            elif not (fill.leases or fill.ticket):
                 unawaited[fill.queue] = None
         for queue in unawaited:
             queue.source.drop_unawaited(queue)
+        for group, keys in chains.items():  # they came one by one, mostly the root first, which would be evicted first
+            self._cache.stores.order_chain(group, b"".join(keys))
 
     # --- one lookup ------------------------------------------------------------------------------
 
@@ -388,7 +397,8 @@ class TierLookups:
             if lease not in fill.leases:
                 lookup.leasable_bytes -= part.group.block_bytes
                 lease.coming += 1
-                self._awaits.setdefault(lease, {})[fill] = fill.leases[lease] = None
+                fill.leases[lease] = None
+                self._awaits.setdefault(lease, {})[fill] = part.keys[place - 1] if place else part.key_before
             part.found_by[fill.queue.source.tier.name] = None
             if part.asked is not None:
                 fill.askers.append((part.asked, part.start + place))
