@@ -18,10 +18,10 @@ from kvoffd.cache.namespace import Group, MissReason
 from kvoffd.cache.prefetches import NO_SESSION
 from kvoffd.cache.tickets import Lease
 from kvoffd.pool.allocator import PAGE_BYTES
+from kvoffd.tiering.block_group import block_group_of
 from kvoffd.tiering.fills import Fill, FillQueue, JointQueues, NotRead, UnsettledFills
 from kvoffd.tiering.promotion_source import PromotionSource
 from kvoffd.tiering.unanswered_keys import UnansweredKeys
-from kvoffd.tiering.writer import block_group_of
 from kvoffd.tiers.tier import ABSENT, ASKED, PRESENT, Tier
 from kvoffd_proto.messages import COMING, PENDING, SHARED, GroupSpec
 

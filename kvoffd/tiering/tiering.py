@@ -15,12 +15,13 @@ from kvoffd.cache.namespace import MissReason, Namespace
 from kvoffd.system.calls import call_each
 from kvoffd.system.newest import put_newest
 from kvoffd.tiering import TieringSettings, WriteMode
+from kvoffd.tiering.block_group import block_group_of
 from kvoffd.tiering.block_origins import BlockOrigins
 from kvoffd.tiering.fills import UnsettledFills
 from kvoffd.tiering.promotion_source import PromotionSource
 from kvoffd.tiering.tier_lookups import TierLookups
 from kvoffd.tiering.unanswered_keys import UnansweredKeys
-from kvoffd.tiering.writer import Writer, block_group_of
+from kvoffd.tiering.writer import Writer
 from kvoffd.tiers.header import BlockGroup
 from kvoffd.tiers.tier import Tier
 from kvoffd_proto.events import MEDIUM_STORAGE

@@ -10,9 +10,10 @@ from kvoffd.cache.block_table import READY, SHARD_STATE, WRITING, WRITTEN
 from kvoffd.cache.namespace import Namespace
 from kvoffd.cache.tickets import StoreTicket
 from kvoffd.tiering import TieringSettings
+from kvoffd.tiering.block_group import block_group_of
 from kvoffd.tiering.promotion_source import PromotionSource
 from kvoffd.tiering.tiering import Tiering
-from kvoffd.tiering.writer import Writer, block_group_of, writes_of
+from kvoffd.tiering.writer import Writer, writes_of
 from kvoffd.tiers.header import BlockGroup
 from kvoffd.tiers.tier import Result
 from kvoffd_proto.events import MEDIUM_STORAGE

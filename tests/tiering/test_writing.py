@@ -9,7 +9,8 @@ from kvoffd.cache.namespace import Group, Namespace
 from kvoffd.cache.tickets import StorePart
 from kvoffd.tiering import TieringSettings, WriteMode, writer
 from kvoffd.tiering.selection import STAYS, Selection
-from kvoffd.tiering.writer import BUDGET, DAY_S, LATE, MAX_LOOKED_AT, UNLIKELY, WriteBudget
+from kvoffd.tiering.write_budget import DAY_S, WriteBudget
+from kvoffd.tiering.writer import BUDGET, LATE, MAX_LOOKED_AT, UNLIKELY
 from kvoffd.tiers.tier import Result
 from kvoffd_proto.messages import BENCH_LABEL, READY
 from tests.kit.clock import Clock
