@@ -8,7 +8,7 @@ from enum import Enum, auto
 from functools import partial
 from itertools import islice, takewhile
 from math import inf
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from kvoffd.cache.block_table import CAME, IN_A_TIER
 from kvoffd.cache.cache import Cache
@@ -52,13 +52,6 @@ ENDED_AT_ONCE = 256
 """Blocks without space, or overdue, that are failed at a time, in a millisecond or two: ``background`` continues."""
 READ_AGAIN_S = 60.0
 """Interval after which one read is tried even if it seems slower than computing: speeds change."""
-
-
-class Reservation(NamedTuple):
-    """Pool bytes that a source has reserved, and its speed in bytes per second, at which it fills them."""
-
-    nbytes: int
-    speed: float
 
 
 class _BatchEnd(Enum):
@@ -206,11 +199,10 @@ class PromotionSource:
             return
         unreserved = 0  # queues
         too_large = inf  # the least bytes of a block for which the pool has no slots now
-        reserved = self._reserved_by_others()
         for queue in list(islice(self._queues, MAX_LOOKED_AT)):
             if not queue.fills:
                 continue
-            if not self._reserve(queue, reserved):
+            if not self._reserve(queue):
                 unreserved += 1
                 if unreserved > MAX_WITHOUT_SPACE:  # as if it had waited long enough: the next tick fails it
                     queue.blocked = Blocked(NotRead.NO_SPACE, self._clock() - self._patience_s)
@@ -233,13 +225,10 @@ class PromotionSource:
                     too_large = queue.group.block_bytes
                     break
 
-    def _reserve(self, queue: FillQueue, reserved: Sequence[Reservation]) -> bool:
+    def _reserve(self, queue: FillQueue) -> bool:
         """Reserve pool space for all queues of a prompt, and return whether this one has its; else it is blocked.
 
         Nothing is reserved for a prefetch, whose blocks nobody pins: it may begin while there is space for a block.
-
-        Args:
-            reserved: what other sources have.
         """
         if queue.is_reserved:
             return True
@@ -249,7 +238,7 @@ class PromotionSource:
                 return True
         else:
             joint = [one for one in queue.joint.members if not one.is_reserved]
-            if self._fits(queue, joint, leasable, reserved):
+            if self._fits(queue, joint, leasable):
                 for one in joint:
                     one.is_reserved, one.blocked = True, None
                     one.source._count_reserved(one.queued_bytes)
@@ -257,9 +246,7 @@ class PromotionSource:
         self._block(queue, NotRead.NO_SPACE)
         return False
 
-    def _fits(
-        self, queue: FillQueue, joint: Sequence[FillQueue], leasable: int, reserved: Sequence[Reservation]
-    ) -> bool:
+    def _fits(self, queue: FillQueue, joint: Sequence[FillQueue], leasable: int) -> bool:
         """Return whether leases may pin all blocks of a queue and of those that get space jointly with it.
 
         What a store is being asked for, for the same prompt, needs space too. It counts within the queue's patience
@@ -274,13 +261,14 @@ class PromotionSource:
         if nbytes > leasable and not asked_bytes:
             read_s = max(one.queued_bytes / (one.source.reads.speed.current or inf) for one in joint)
             seconds = self._patience_s + read_s
-            leasable += sum(max(0, its_bytes - int(speed * seconds)) for its_bytes, speed in reserved)
+            leasable += sum([one._unfilled_after(seconds) for one in self._sources if one is not self])
         return nbytes <= leasable
 
-    def _reserved_by_others(self) -> list[Reservation]:
-        """Return what the other sources that deliver blocks have reserved."""
-        others = [source for source in self._sources if source.reserved_bytes and source is not self]
-        return [Reservation(source.reserved_bytes, speed) for source in others if (speed := source.reads.speed.current)]
+    def _unfilled_after(self, seconds: float) -> int:
+        """Return the reserved bytes that are not filled after this time, if blocks come at all."""
+        if not (self.reserved_bytes and (speed := self.reads.speed.current)):
+            return 0
+        return max(0, self.reserved_bytes - int(speed * seconds))
 
     def _count_reserved(self, nbytes: int) -> None:
         self.reserved_bytes += nbytes
@@ -363,12 +351,12 @@ class PromotionSource:
 
         Return whether there are more. A queue that gets space now has its turn instead, however long it was blocked.
         """
-        reserved, since = self._reserved_by_others(), self._clock() - self._patience_s
+        since = self._clock() - self._patience_s
         for queue in list(self._queues):
             if queue.blocked is None:
                 continue
             # A new reservation unblocks the queue. One that it had before says nothing about slots.
-            is_reserved = queue.blocked.reason is NotRead.NO_SPACE and self._reserve(queue, reserved)
+            is_reserved = queue.blocked.reason is NotRead.NO_SPACE and self._reserve(queue)
             if is_reserved and queue.blocked is not None and queue.blocked.since <= since:
                 self._begin_batch(queue, list(islice(queue.fills, 1)))  # unblocks it if there are slots by now
             if queue.blocked is None or queue.blocked.since > since:

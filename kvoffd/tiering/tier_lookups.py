@@ -51,7 +51,7 @@ class _Lookup:
     """Counts of their keys; None if they were counted before."""
     sources: Sequence[PromotionSource]
     """Sources that it can use now, in the order in which they are asked."""
-    leasable_bytes: int
+    promotable_bytes: int
     """Pool bytes that may still be promoted for it: what leases may pin, less what it has. Negative if its READY keys
     are more than that: anything else would evict its own beginning."""
     may_wait: bool
@@ -147,13 +147,13 @@ class _Part:
         is_there, first = has.any(axis=0), has.argmax(axis=0)
         for number, source in enumerate(sources):
             self.there.update(dict.fromkeys(places[is_there & (first == number)].tolist(), source))
+        left = places[~is_there]
         # The peers that are being asked for a key as the bits of a number: keys with the same share a tuple of tiers.
-        bits = 1 << np.arange(len(sources))
-        asked_peers = np.where(is_there, 0, ((states == ASKED) * bits[:, None]).sum(axis=0))
-        for number in set(asked_peers.tolist()) - {0}:
-            tiers = tuple(source.tier for source, bit in zip(sources, bits.tolist(), strict=True) if number & bit)
-            self.asking.update(dict.fromkeys(places[asked_peers == number].tolist(), tiers))
-        self.unfound = places[~is_there & (asked_peers == 0)].tolist()
+        (asked_peers,) = np.packbits(states[:, ~is_there] == ASKED, axis=0, bitorder="little")
+        for bits in set(asked_peers.tolist()) - {0}:
+            tiers = tuple(source.tier for number, source in enumerate(sources) if bits >> number & 1)
+            self.asking.update(dict.fromkeys(left[asked_peers == bits].tolist(), tiers))
+        self.unfound = left[asked_peers == 0].tolist()
 
 
 class TierLookups:
@@ -234,7 +234,7 @@ class TierLookups:
             if part.asked is not None:
                 for name in part.found_by:
                     part.asked.tier_has_some(name)
-        lease.asking_bytes = min(lookup.asking_bytes, max(0, lookup.leasable_bytes))
+        lease.asking_bytes = min(lookup.asking_bytes, max(0, lookup.promotable_bytes))
         if lease.coming:
             awaits = self._awaits.get(lease, {})
             answers_s = ANSWER_S if lease.asking else 0.0  # it was asked in this call: see ``Lease.ask_again``
@@ -299,9 +299,9 @@ class TierLookups:
         # Earlier lookups under the same lease may have found the beginning of the prompt.
         held_bytes = max(ready_bytes, int(self._cache.blocks.pages[lease.blocks].sum()) * PAGE_BYTES)
         held_bytes += sum(fill.queue.group.block_bytes for fill in self._awaits.get(lease, ()) if not fill.is_settled)
-        leasable_bytes = leases.most_bytes - sum(one.reads.given_up_bytes for one in self._sources) - held_bytes
+        promotable_bytes = leases.most_bytes - sum(one.reads.given_up_bytes for one in self._sources) - held_bytes
         answer, may_wait = list(map(bytearray, states)), asked is not None
-        return _Lookup(lease, groups, answer, asked, sources, leasable_bytes, may_wait, JointQueues(lease))
+        return _Lookup(lease, groups, answer, asked, sources, promotable_bytes, may_wait, JointQueues(lease))
 
     def _find_prefix(self, lookup: _Lookup, part: _Part) -> bool:
         """Request the unbroken run from the first of these keys; return whether any of it is being asked for."""
@@ -395,7 +395,7 @@ class TierLookups:
             elif not fill.queue.is_reserved:
                 self._join(lookup, fill.queue)
             if lease not in fill.leases:
-                lookup.leasable_bytes -= part.group.block_bytes
+                lookup.promotable_bytes -= part.group.block_bytes
                 lease.coming += 1
                 fill.leases[lease] = None
                 self._awaits.setdefault(lease, {})[fill] = part.keys[place - 1] if place else part.key_before
@@ -416,7 +416,7 @@ class TierLookups:
         source, block_bytes = part.there[place], part.group.block_bytes
         if source in skipped:
             return MissReason.SKIPPED
-        if lookup.leasable_bytes < block_bytes:
+        if lookup.promotable_bytes < block_bytes:
             return MissReason.LEASE_LIMIT
         if not lookup.may_wait and lookup.new_bytes + block_bytes > self._cache.leases.leasable_bytes:
             # One may begin to wait: a store had not answered to the first lookup, or the key had space then.

@@ -124,9 +124,15 @@ class Tiering:
         return PromotionSource(tier, settings, *parts, shared=shared)
 
     def _make_writer(self, tiers: list[Tier], settings: TieringSettings, *, shared: bool) -> Writer:
+        def reads_nothing() -> bool:
+            return not any(source.unended_blocks for source in self.sources if source.writer is writer)
+
         writer = Writer(
-            *(self._cache, tiers, self._clock, settings),
-            idle=lambda: not any(source.unended_blocks for source in self.sources if source.writer is writer),
+            self._cache,
+            tiers,
+            self._clock,
+            settings,
+            idle=reads_nothing,
             engines_busy=self._engines_busy,
             leaves_out=self.is_unshared if shared else lambda fingerprint: False,
         )
