@@ -24,7 +24,7 @@ class WriteBudget:
     """
 
     def __init__(self, per_day_bytes: int, clock: Callable[[], float]) -> None:
-        self._clock = clock
+        self._clock, self._per_day_bytes = clock, per_day_bytes
         self._bound = self._level = per_day_bytes * SAVED_SHARE
         """The most bytes in the bucket, and those in it at ``_filled_at``. A bound of 0: no limit."""
         self._rate = (per_day_bytes - self._bound) / DAY_S
@@ -35,7 +35,8 @@ class WriteBudget:
         self.first_filling_bytes = 0
 
     def restore(self, spent_bytes: float, seconds: float) -> None:
-        """Continue from the bytes that an earlier daemon had spent ``seconds`` ago."""
+        """Continue from the bytes that an earlier daemon had spent ``seconds`` ago, with this limit or another."""
+        spent_bytes = min(spent_bytes, self._per_day_bytes)  # whatever it was allowed, a day later it is no more spent
         self._level = min(self._bound, self._bound - spent_bytes + self._rate * max(0.0, seconds))
 
     def amount_to_persist(self) -> float | None:

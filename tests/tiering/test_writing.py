@@ -363,6 +363,15 @@ def test_killed_daemons_spend_no_more_than_one_that_lives(lives: int, least: int
     assert least < written <= 1_000_000
 
 
+def test_what_was_spent_under_a_larger_limit_is_paid_off_within_a_day() -> None:
+    clock = Clock()
+    budget = WriteBudget(1_000_000, clock)
+    budget.restore(100_000_000, 0.0)
+    assert not budget.take(1)
+    clock.now += DAY_S + 60
+    assert budget.take(1)
+
+
 def test_a_block_larger_than_what_may_be_saved_is_paid_off() -> None:
     now = 0.0
     budget = WriteBudget(8_000, lambda: now)
