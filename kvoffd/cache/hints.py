@@ -404,10 +404,11 @@ class HintedOrder:
     def follow(self, before: int, blocks: BlockIds) -> None:
         """As the policy's, for those that the policy has: not for blocks that were set aside or released. Nothing moves
         if that is true of the one before them."""
-        if self._is_outside(before):
-            return
-        if self._hint_of[blocks].any():
-            blocks = blocks[[not self._is_outside(block) for block in blocks.tolist()]]
+        if self._has_hints:
+            if self._is_outside(before):
+                return
+            if self._hint_of[blocks].any():
+                blocks = blocks[[not self._is_outside(block) for block in blocks.tolist()]]
         self._policy.follow(before, blocks)
 
     def _is_outside(self, block: int) -> bool:

@@ -45,6 +45,7 @@ logger = logging.getLogger(__name__)
 CLOSE_STEP_S = 0.02
 """Least time for each shared store to close."""
 STOP_OPENING_S = 1.0
+"""Time for a disk that is being opened to stop, when the daemon ends."""
 FOLLOW_S = 5.0
 """Time after which disks serve a namespace that was opened although some store or peer has not answered about it."""
 TRICKLE_BYTES = 4 * 2**20
@@ -57,12 +58,15 @@ OpenStores = Sequence[Callable[[], Store]]
 
 @dataclass(eq=False)
 class Disk:
+    """A configured disk. It has a tier once it is open, or a problem if it cannot be opened."""
+
     size: DiskSize
     errors: CounterWindows
     problem: str = ""
     """Error of opening it."""
     tier: DiskTier | None = None
     opener: threading.Thread | None = None
+    """The thread that opens it."""
 
     @property
     def state(self) -> DiskState:
@@ -215,8 +219,8 @@ class TierSupervisor:
             "" if tier.direct else "; it uses the page cache, because it refuses O_DIRECT",
         )
         for fingerprint, generation in tier.found_generations.items():
-            known = self._generations.of(fingerprint)  # it may have been raised since the file was read
-            if not self._generations.accept(fingerprint, generation):
+            known = self._generations.of(fingerprint)
+            if not self._generations.accept(fingerprint, generation):  # it was reset while the disk was opened
                 tier.remove_all(fingerprint)
             if self._generations.of(fingerprint) > known:
                 self._drop_older(fingerprint)

@@ -244,11 +244,12 @@ class TierLookups:
     def lease_ended(self, lease: Lease) -> None:
         unawaited: dict[FillQueue, None] = {}
         chains: dict[Group, dict[bytes, None]] = {}
-        """Keys that may have come up, and those before them."""
+        """Keys that may have come up, each behind the key before it."""
         for fill, key_before in self._awaits.pop(lease, {}).items():
             del fill.leases[lease]
             if fill.is_settled:
-                chains.setdefault(fill.queue.group, {}).update(((key_before, None), (fill.key, None)))
+                keys = chains.setdefault(fill.queue.group, {})
+                keys[key_before] = keys[fill.key] = None
             elif not (fill.leases or fill.ticket):
                 unawaited[fill.queue] = None
         for queue in unawaited:

@@ -124,19 +124,8 @@ class Tiering:
         return PromotionSource(tier, settings, *parts, shared=shared)
 
     def _make_writer(self, tiers: list[Tier], settings: TieringSettings, *, shared: bool) -> Writer:
-        def reads_nothing() -> bool:
-            return not any(source.unended_blocks for source in self.sources if source.writer is writer)
-
-        writer = Writer(
-            self._cache,
-            tiers,
-            self._clock,
-            settings,
-            idle=reads_nothing,
-            engines_busy=self._engines_busy,
-            leaves_out=self.is_unshared if shared else lambda fingerprint: False,
-        )
-        return writer
+        leaves_out = self.is_unshared if shared else lambda fingerprint: False
+        return Writer(self._cache, tiers, self._clock, settings, self.sources, self._engines_busy, leaves_out)
 
     def replace_source(self, source: PromotionSource, settings: TieringSettings) -> PromotionSource:
         """Replace an idle source whose tier serves another peer from now on, of which nothing is known yet."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from functools import partial
 from itertools import compress, islice
-from typing import NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +22,9 @@ from kvoffd.tiering.selection import WATCHED, Selection
 from kvoffd.tiering.write_budget import WriteBudget
 from kvoffd.tiers.header import Block
 from kvoffd.tiers.tier import Result, Tier
+
+if TYPE_CHECKING:
+    from kvoffd.tiering.promotion_source import PromotionSource
 
 _Sequences: TypeAlias = dict[int, int]
 """Block numbers with the sequence numbers of their records, which together identify a block: a number alone may belong
@@ -128,7 +131,7 @@ class Writer:
 
     Args:
         tiers: the targets; each block is written to one that has space and a short queue.
-        idle: returns whether nobody waits for reads from the tiers.
+        sources: all sources of promotions, of which its tiers are some.
         engines_busy: returns whether engines copy. They have priority: writes take memory bandwidth, CPUs and the GIL
             from them. While they copy, or wait for the tiers, writes are limited to ``trickle_bytes`` of ``settings``,
             or one block.
@@ -141,10 +144,9 @@ class Writer:
         tiers: Sequence[Tier],
         clock: Callable[[], float],
         settings: TieringSettings,
-        *,
-        idle: Callable[[], bool],
+        sources: Sequence[PromotionSource],
         engines_busy: Callable[[], bool],
-        leaves_out: Callable[[bytes], bool] = lambda fingerprint: False,
+        leaves_out: Callable[[bytes], bool],
     ) -> None:
         self._cache, self._tiers = cache, tiers
         self._sequences = cache.table.records["sequence"]
@@ -161,7 +163,7 @@ class Writer:
         self._under_way_limit = min(cache.slots.pool_bytes // 16, MAX_WRITING_BYTES)
         """Bytes of the pool that may be read, and are pinned, at once."""
         self._cold_bytes = cache.slots.pool_bytes // COLD_DIVISOR
-        self._idle, self._engines_busy, self._leaves_out = idle, engines_busy, leaves_out
+        self._sources, self._engines_busy, self._leaves_out = sources, engines_busy, leaves_out
         self._trickle_bytes = self._trickle_left = settings.trickle_bytes
         self.waiting: _Sequences = {}
         """Blocks to write, in this order."""
@@ -293,11 +295,11 @@ class Writer:
         if self._pauses_above is not None and len(self.under_way) > self._pauses_above:
             return
         self._pauses_above = None
-        if not self.available:  # otherwise each reply would wait for the examination of blocks
-            return
+        # Whoever waits for blocks from the tiers has priority, too.
+        busy = self._engines_busy() or any(one.unended_blocks for one in self._sources if one.writer is self)
         begun: list[int] = []
         try:
-            self._begin_waiting(begun, self._engines_busy() or not self._idle())
+            self._begin_waiting(begun, busy)
         finally:  # what began is read by the tiers, even if a later one fails
             if begun:
                 self._cache.blocks.pin(np.array(begun, np.uint32))
