@@ -403,12 +403,20 @@ class HintedOrder:
         self._policy.remove(group, blocks, keys)
 
     def follow(self, before: int, blocks: BlockIds) -> None:
-        """As the policy's, for blocks that ``insert`` just added. Nothing moves if the policy does not have the one
-        before them: it was set aside or released."""
-        number = int(self._hint_of[before])
+        """As the policy's, for those that the policy has: not for blocks that were set aside or released. Nothing moves
+        if that is true of the one before them."""
+        if self._has_hints:
+            if self._is_outside(before):
+                return
+            if self._hint_of[blocks].any():
+                blocks = blocks[[not self._is_outside(block) for block in blocks.tolist()]]
+        self._policy.follow(before, blocks)
+
+    def _is_outside(self, block: int) -> bool:
+        """Return whether the policy does not have a READY block: it was set aside or released."""
+        number = int(self._hint_of[block])
         one = self._retentions.get(number) or self._ended.get(number)
-        if number != RELEASED and (one is None or before not in one.aside):
-            self._policy.follow(before, blocks)
+        return number == RELEASED or (one is not None and block in one.aside)
 
     def make_newest(self, blocks: BlockIds) -> None:
         """Move blocks to the end of the policy's order. Retained ones keep their hints."""

@@ -72,7 +72,8 @@ class TierHooks(Protocol):
         """
 
     def lease_ended(self, lease: Lease) -> None:
-        """The lease ended: promotions for it alone can stop."""
+        """The lease ended: promotions for it alone can stop. What has come up for it gets its place in the order of
+        eviction."""
 
     def loaded(self, tickets: Sequence[LoadTicket]) -> LoadedKeys | None:
         """All loads of one job succeeded. Return the sources of its keys, of the group with the most tokens; None if

@@ -360,3 +360,14 @@ class BlockStores:
         if is_ready:
             self._order.share(slots[:1])  # it may be anybody's
         return is_ready
+
+    def order_chain(self, group: Group, keys: bytes) -> None:
+        """Make the READY blocks of different keys of a chain, root first, each older than the one before it."""
+        if group.retired:
+            return
+        states, blocks = self._blocks.find(group, keys)
+        ready = blocks[np.frombuffer(states, np.uint8) == READY]
+        # The first may have been used before: then the policy `arc` moves none behind it, but those behind the second.
+        for first in (1, 0):
+            if len(ready) > first + 1:
+                self._order.follow(int(ready[first]), ready[first + 1 :])

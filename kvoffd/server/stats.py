@@ -86,7 +86,8 @@ class Statistics:
         hour_requests, hour_errors = self.request_counts.in_last_hour()
         level, causes = self.health.judge(recent)
         on_disk = sum(
-            (disk.tier.bytes_by_namespace() for disk in self.tier_supervisor if disk.tier is not None), Counter[bytes]()
+            (disk.tier.bytes_by_namespace() for disk in self.tier_supervisor.disks if disk.tier is not None),
+            Counter[bytes](),
         )
         found = s.DaemonStats(
             version=with_commit(__version__),
@@ -132,7 +133,7 @@ class Statistics:
                 unverified_slots=cache.blocks.unverified_slots,
             ),
             tiers=self._tiering_stats(),
-            disks=list(map(_disk_stats, self.tier_supervisor)),
+            disks=list(map(_disk_stats, self.tier_supervisor.disks)),
             shared=self._shared_stats(),
             lent=self._lent_stats(),
             curve=curve.in_all(),

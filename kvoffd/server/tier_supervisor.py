@@ -47,6 +47,7 @@ logger = logging.getLogger(__name__)
 CLOSE_STEP_S = 0.02
 """Least time for each shared store to close."""
 STOP_OPENING_S = 1.0
+"""Time for a disk that is being opened to stop, when the daemon ends."""
 FOLLOW_S = 5.0
 """Time after which disks serve a namespace that was opened although some store or peer has not answered about it."""
 TRICKLE_BYTES = 4 * 2**20
@@ -59,12 +60,15 @@ OpenStores = Sequence[Callable[[], Store]]
 
 @dataclass(eq=False)
 class Disk:
+    """A configured disk. It has a tier once it is open, or a problem if it cannot be opened."""
+
     size: DiskSize
     errors: CounterWindows
     problem: str = ""
     """Error of opening it."""
     tier: DiskTier | None = None
     opener: threading.Thread | None = None
+    """The thread that opens it."""
 
     @property
     def state(self) -> DiskState:
@@ -125,7 +129,8 @@ class TierSupervisor:
         self._config, self._cache, self._pool = config, cache, pool
         self.tiering = tiering
         self._clock, self._post, self._state = clock, post, state
-        self._disks: list[Disk] = []
+        self.disks: list[Disk] = []
+        """The configured disks, open or not."""
         self._stopping = False
         self.shared: list[SharedTier] = []
         self._generations = state.generations
@@ -163,7 +168,7 @@ class TierSupervisor:
 
     def _begin_to_open(self, size: DiskSize, tiering: Tiering) -> None:
         disk = Disk(size, CounterWindows(self._clock))
-        self._disks.append(disk)
+        self.disks.append(disk)
         # Not a thread of the executor: the process would wait for it at exit, and a disk may hang.
         name, arguments = f"kvoffd-open-{Path(size.directory).name}", (disk, tiering)
         start(opener := threading.Thread(target=self._open, args=arguments, name=name, daemon=True))
@@ -216,8 +221,8 @@ class TierSupervisor:
             "" if tier.direct else "; it uses the page cache, because it refuses O_DIRECT",
         )
         for fingerprint, generation in tier.found_generations.items():
-            known = self._generations.of(fingerprint)  # it may have been raised since the file was read
-            if not self._generations.accept(fingerprint, generation):
+            known = self._generations.of(fingerprint)
+            if not self._generations.accept(fingerprint, generation):  # it was reset while the disk was opened
                 tier.remove_all(fingerprint)
             if self._generations.of(fingerprint) > known:
                 self._drop_older(fingerprint)
@@ -228,7 +233,7 @@ class TierSupervisor:
         """Drop a namespace's blocks of lower generations from the pool and other disks, after a disk revealed a reset
         that the state file had lost."""
         generation = self._generations.of(fingerprint)
-        for disk in self:
+        for disk in self.disks:
             # One that had none when it was opened got its blocks since.
             if disk.tier is not None and disk.tier.found_generations.get(fingerprint, 0) < generation:
                 disk.tier.remove_all(fingerprint)
@@ -365,7 +370,7 @@ class TierSupervisor:
             parts += [partial(tier.poll, self._cache.namespaces) for tier in self._every_shared]
             parts += [self.peer_places.tick] if self.peer_places is not None else []
             parts += [self._forget_closed, self.tiering.tick]
-            parts += [*(disk.sample_errors for disk in self._disks), self._save_spent]
+            parts += [*(disk.sample_errors for disk in self.disks), self._save_spent]
         call_each(parts)
 
     def _forget_closed(self) -> None:
@@ -383,24 +388,23 @@ class TierSupervisor:
         Its first lookup asks the stores and peers. They may be void until all have answered, or for ``FOLLOW_S``, and
         while a clear that was heard of is not carried out.
         """
-        if asked_tiers := self._always_asked:
+        asked_at = self._asked_at.get(fingerprint)
+        if asked_at != -inf and (tiers := self._always_asked):
             now = self._clock()
-            if (asked_at := self._asked_at.get(fingerprint)) is None:
-                asked_at = now
-                for tier in asked_tiers:
+            if asked_at is None:
+                asked_at = self._asked_at[fingerprint] = now
+                for tier in tiers:
                     tier.poll([fingerprint])
             # Each of them may be the only one that knows of a clear.
-            has_silent = any(tier.answered_about(fingerprint) < asked_at for tier in asked_tiers)
-            are_awaited = has_silent and now < asked_at + FOLLOW_S
-            self._asked_at[fingerprint] = asked_at if are_awaited else -inf
-            if are_awaited:
+            if now < asked_at + FOLLOW_S and any(tier.answered_about(fingerprint) < asked_at for tier in tiers):
                 return True
+            self._asked_at[fingerprint] = -inf
         return fingerprint in self._generations.voided
 
     @property
     def problems(self) -> Iterator[tuple[str, str]]:
         """Problems: a word for the kind, and a sentence."""
-        for disk in self._disks:
+        for disk in self.disks:
             name = disk.size.directory
             if disk.problem:
                 yield "disk_failed", f"{disk.problem} Restart the daemon to try it again."
@@ -442,9 +446,6 @@ class TierSupervisor:
                         what = f"{server.name}, a server of {tier.name}, cannot be used: {server.problem}"
                         yield "shared_server", what
 
-    def __iter__(self) -> Iterator[Disk]:
-        return iter(self._disks)
-
     def close(self, deadline_s: float) -> bool:
         """Close all tiers within the deadline, also behind one whose closing raises. Returns False if one hangs that
         may still use the pool."""
@@ -456,7 +457,7 @@ class TierSupervisor:
                 partial(self._stop_opening, until),
                 *(thread.close for thread in (self._resolver, self._caller) if thread is not None),
                 self._interrupt_peers,
-                *(partial(self._close_disk, disk, until) for disk in self._disks),
+                *(partial(self._close_disk, disk, until) for disk in self.disks),
                 *(partial(self._close_shared, tier, until) for tier in self._every_shared),
                 partial(self._close_helper, until),
             )
@@ -470,7 +471,7 @@ class TierSupervisor:
                 self._state.save_disk_spent(budget.spent_bytes)
 
     def _stop_opening(self, until: float) -> None:
-        for disk in self._disks:
+        for disk in self.disks:
             if disk.opener is not None:
                 disk.opener.join(min(STOP_OPENING_S, max(0.0, until - time.monotonic())))
 

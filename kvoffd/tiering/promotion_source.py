@@ -8,7 +8,7 @@ from enum import Enum, auto
 from functools import partial
 from itertools import islice, takewhile
 from math import inf
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from kvoffd.cache.block_table import CAME, IN_A_TIER
 from kvoffd.cache.cache import Cache
@@ -54,29 +54,15 @@ READ_AGAIN_S = 60.0
 """Interval after which one read is tried even if it seems slower than computing: speeds change."""
 
 
-class Reservation(NamedTuple):
-    """Pool bytes that a source has reserved, and its speed in bytes per second, at which it fills them."""
-
-    nbytes: int
-    speed: float
-
-
 class _BatchEnd(Enum):
     """End of an attempt to begin a batch of fills."""
 
     ALL_BEGUN = auto()
     """All of them were begun, or settled."""
     NO_SLOTS = auto()
-    """The pool has no slots for the rest: the queue is blocked."""
+    """The pool has no slots for the rest."""
     TIER_FULL = auto()
     """The tier accepts no more reads now."""
-
-
-class _ReadsBegun(NamedTuple):
-    not_accepted: Sequence[Fill]
-    """Fills with slots that the tier did not begin to read. Their slots are free again."""
-    had_slots: bool
-    """Whether all fills that needed slots had some."""
 
 
 class PromotionSource:
@@ -95,6 +81,7 @@ class PromotionSource:
             ``is_reserved``. ``Leases.withheld_bytes`` is the sum of these and of ``SourceReads.given_up_bytes`` of all
             sources.
         queued_blocks: number of fills that have not begun, in all queues.
+        unended_blocks: number of these and of running ones, without reads that were given up.
         has_overdue: whether ``end_overdue`` left some of what is overdue.
         failures: fills that failed, those that were settled before included, by ``NotRead`` or ``Result``.
         unused_blocks: promoted blocks that were evicted before they were loaded.
@@ -124,7 +111,7 @@ class PromotionSource:
         """Queues with queued or running fills, in the order in which they are promoted."""
         self._queued_by: Counter[int] = Counter()
         """Queued blocks by session."""
-        self.queued_blocks = self.reserved_bytes = 0
+        self.queued_blocks = self.unended_blocks = self.reserved_bytes = 0
         self.has_overdue = False
         self.failed_at = -inf
         """Time of the last read that failed."""
@@ -144,26 +131,24 @@ class PromotionSource:
         """Whether nothing is being read, not even what was given up."""
         return not (self.unended_blocks or self.reads.given_up)
 
-    @property
-    def unended_blocks(self) -> int:
-        """Number of queued and running fills, without reads that were given up."""
-        return self.queued_blocks + len(self.reads.under_way)
-
     # --- what lookups ask, and queue -------------------------------------------------------------
 
     def wait_s(self, awaited: Collection[Fill]) -> float:
         """Return the expected time until the awaited fills of this source end, at the current speed; 0 if unknown."""
-        if not (speed := self.reads.speed.current):
-            return 0.0
         its_queues = {fill.queue for fill in awaited if not fill.is_settled and fill.queue.source is self}
-        last = max((at for at, queue in enumerate(self._queues) if queue in its_queues), default=-1)
-        # All queues up to its last one are read first. Those of others that are blocked are passed over.
-        up_to_last = islice(self._queues, last + 1)
-        ahead = [queue for queue in up_to_last if queue in its_queues or queue.blocked is None]
-        nbytes = sum((len(queue.fills) + queue.under_way) * queue.group.block_bytes for queue in ahead)
-        if ahead:  # fills behind the last awaited one do not count
-            behind = takewhile(lambda fill: fill not in awaited, reversed(ahead[-1].fills))
-            nbytes -= sum(1 for _ in behind) * ahead[-1].group.block_bytes
+        if not (its_queues and (speed := self.reads.speed.current)):
+            return 0.0
+        nbytes, left = 0, len(its_queues)
+        for queue in self._queues:  # all queues up to its last one are read first
+            if queue in its_queues:
+                left -= 1
+            elif queue.blocked is not None:  # passed over
+                continue
+            nbytes += (len(queue.fills) + queue.under_way) * queue.group.block_bytes
+            if not left:
+                behind_last_awaited = takewhile(lambda fill: fill not in awaited, reversed(queue.fills))
+                nbytes -= sum(1 for _ in behind_last_awaited) * queue.group.block_bytes
+                break
         # A queue that is blocked is expected to stay so as long again as so far.
         now = self._clock()
         blocked_s = max((now - queue.blocked.since for queue in its_queues if queue.blocked), default=0.0)
@@ -206,42 +191,40 @@ class PromotionSource:
 
     def pump(self, most: int = MAX_BEGUN) -> None:
         """Begin up to ``most`` fills that may begin now, in the order of the queues. Blocked ones are passed over."""
+        if self._stopped:
+            return
         unreserved = 0  # queues
         too_large = inf  # the least bytes of a block for which the pool has no slots now
-        reserved = self._reserved_by_others()
         for queue in list(islice(self._queues, MAX_LOOKED_AT)):
-            block_bytes = queue.group.block_bytes
-            if not self._reserve(queue, reserved):
+            if not queue.fills:
+                continue
+            if not self._reserve(queue):
                 unreserved += 1
                 if unreserved > MAX_WITHOUT_SPACE:  # as if it had waited long enough: the next tick fails it
                     queue.blocked = Blocked(NotRead.NO_SPACE, self._clock() - self._patience_s)
                 continue
-            if queue.fills and block_bytes >= too_large:
+            if queue.group.block_bytes >= too_large:
                 self._block(queue, NotRead.NO_SPACE)
                 continue
             while queue.fills:
-                free = self.reads.free_bytes(block_bytes)
-                if self._stopped or most <= 0 or (free < block_bytes and self.reads.under_way):
-                    return
-                if free < block_bytes and self.reads.given_up:  # without these it would be read alone
-                    self._block(queue, NotRead.OVERDUE)
+                if not (count := min(most, self.reads.free_blocks(queue.group.block_bytes))):
+                    if not most or self.reads.under_way:
+                        return
+                    self._block(queue, NotRead.OVERDUE)  # by reads that were given up and have not ended
                     break
-                batch = list(islice(queue.fills, max(1, min(most, free // max(1, block_bytes)))))
+                batch = list(islice(queue.fills, count))
                 most -= len(batch)
                 ended_by = self._begin_batch(queue, batch)
                 if ended_by is _BatchEnd.TIER_FULL:
                     return
                 if ended_by is _BatchEnd.NO_SLOTS:
-                    too_large = block_bytes
+                    too_large = queue.group.block_bytes
                     break
 
-    def _reserve(self, queue: FillQueue, reserved: Sequence[Reservation]) -> bool:
+    def _reserve(self, queue: FillQueue) -> bool:
         """Reserve pool space for all queues of a prompt, and return whether this one has its; else it is blocked.
 
         Nothing is reserved for a prefetch, whose blocks nobody pins: it may begin while there is space for a block.
-
-        Args:
-            reserved: what other sources have.
         """
         if queue.is_reserved:
             return True
@@ -251,7 +234,7 @@ class PromotionSource:
                 return True
         else:
             joint = [one for one in queue.joint.members if not one.is_reserved]
-            if self._fits(queue, joint, leasable, reserved):
+            if self._fits(queue, joint, leasable):
                 for one in joint:
                     one.is_reserved, one.blocked = True, None
                     one.source._count_reserved(one.queued_bytes)
@@ -259,14 +242,12 @@ class PromotionSource:
         self._block(queue, NotRead.NO_SPACE)
         return False
 
-    def _fits(
-        self, queue: FillQueue, joint: Sequence[FillQueue], leasable: int, reserved: Sequence[Reservation]
-    ) -> bool:
+    def _fits(self, queue: FillQueue, joint: Sequence[FillQueue], leasable: int) -> bool:
         """Return whether leases may pin all blocks of a queue and of those that get space jointly with it.
 
-        What a store is being asked for, for the same prompt, needs space too; only within the queue's patience, since
-        the engine may never ask for that. Then a prompt may use what other sources have reserved and will not have
-        filled by the time that it is read and loaded.
+        What a store is being asked for, for the same prompt, needs space too. It counts within the queue's patience
+        only: the engine may never look it up again. Once it does not count, the prompt may use what other sources have
+        reserved and will not have filled by the time that it is read and loaded.
         """
         if leasable >= self._cache.leases.most_bytes:  # all there is: to wait would give no more
             return True
@@ -276,13 +257,14 @@ class PromotionSource:
         if nbytes > leasable and not asked_bytes:
             read_s = max(one.queued_bytes / (one.source.reads.speed.current or inf) for one in joint)
             seconds = self._patience_s + read_s
-            leasable += sum(max(0, its_bytes - int(speed * seconds)) for its_bytes, speed in reserved)
+            leasable += sum([one._unfilled_after(seconds) for one in self._sources if one is not self])
         return nbytes <= leasable
 
-    def _reserved_by_others(self) -> list[Reservation]:
-        """Return what the other sources that deliver blocks have reserved."""
-        others = [source for source in self._sources if source.reserved_bytes and source is not self]
-        return [Reservation(source.reserved_bytes, speed) for source in others if (speed := source.reads.speed.current)]
+    def _unfilled_after(self, seconds: float) -> int:
+        """Return the reserved bytes that are not filled after this time, if blocks come at all."""
+        if not (self.reserved_bytes and (speed := self.reads.speed.current)):
+            return 0
+        return max(0, self.reserved_bytes - int(speed * seconds))
 
     def _count_reserved(self, nbytes: int) -> None:
         self.reserved_bytes += nbytes
@@ -293,59 +275,49 @@ class PromotionSource:
         queue.blocked = Blocked(reason, queue.blocked.since if queue.blocked else self._clock())
 
     def _begin_batch(self, queue: FillQueue, batch: Sequence[Fill]) -> _BatchEnd:
-        """Begin the first fills of a queue, as far as there is space. Settle those that cannot be read."""
+        """Begin to read the first fills of a queue, as far as there is space. Settle those that cannot be read."""
         try:
-            tickets = self._cache.stores.begin_fill(queue.group, [fill.key for fill in batch])
-            not_accepted, had_slots = self._begin_reads(batch, tickets)
+            ended_by = self._begin_reads(batch, self._cache.stores.begin_fill(queue.group, [one.key for one in batch]))
         except BaseException:
             for fill in batch:  # lookups must not wait for fills that are neither running nor queued
                 if fill.ticket is None and not fill.is_settled:
                     self._fail(fill, Result.FAILED)
             raise
-        if not had_slots:
-            self._wait_or_fail(queue)
-        is_full = False
-        for fill in not_accepted:
-            if not self.tier.available():
-                self._fail(fill, Result.DEADLINE)
-            elif self.tier.find(queue.block_group, [fill.key], prefix=False).states[0] == ABSENT:
-                self._fail(fill, Result.GONE)
-            else:
-                is_full = True
-        if is_full:
-            return _BatchEnd.TIER_FULL
-        return _BatchEnd.NO_SLOTS if queue.blocked and not had_slots else _BatchEnd.ALL_BEGUN
+        if ended_by is _BatchEnd.NO_SLOTS:
+            cause = self._cache.space.no_space_cause(queue.group)
+            if cause in ("pinned", "writing"):  # it gets slots once others end
+                self._block(queue, NotRead.NO_SPACE)
+                return ended_by
+            for fill in list(queue.fills):
+                self._fail(fill, NotRead.QUOTA if cause == NotRead.QUOTA else NotRead.NO_SPACE)
+            return _BatchEnd.ALL_BEGUN
+        return ended_by
 
-    def _begin_reads(self, batch: Sequence[Fill], tickets: dict[int, FillTicket | None]) -> _ReadsBegun:
-        """Begin to read fills into the slots of ``tickets``: see ``BlockStores.begin_fill``. What the tier does not
-        accept, and all behind it, stays queued."""
-        not_accepted, had_slots = list[Fill](), True
+    def _begin_reads(self, batch: Sequence[Fill], tickets: dict[int, FillTicket | None]) -> _BatchEnd:
+        """Begin to read fills into the slots of ``tickets``: see ``BlockStores.begin_fill``. What gets no slots, or is
+        not accepted by the tier now, stays queued."""
+        ended_by = _BatchEnd.ALL_BEGUN
         try:
             for number, fill in enumerate(batch):
                 if number not in tickets:  # the pool has the block by now
                     self.settle(fill, CAME)
                 elif (ticket := tickets[number]) is None:
-                    had_slots = False
-                elif not not_accepted and self.reads.begin(fill, ticket, partial(self._on_end, fill)):
+                    ended_by = _BatchEnd.NO_SLOTS
+                elif self.reads.begin(fill, ticket, partial(self._on_end, fill)):
                     del tickets[number]  # its slots are the read's from now on
                     del fill.queue.fills[fill]
                     self._count(fill.queue, queued=-1, under_way=1)
                     fill.queue.blocked = None
+                elif not self.tier.available():
+                    self._fail(fill, Result.DEADLINE)
+                elif self.tier.find(fill.queue.block_group, [fill.key], prefix=False).states[0] == ABSENT:
+                    self._fail(fill, Result.GONE)
                 else:
-                    not_accepted.append(fill)
+                    return _BatchEnd.TIER_FULL
         finally:
-            for ticket in filter(None, tickets.values()):
-                self._cache.stores.end_fill(ticket, (), ())
-        return _ReadsBegun(not_accepted, had_slots)
-
-    def _wait_or_fail(self, queue: FillQueue) -> None:
-        """Block a queue while all slots are pinned or being written; fail its fills if that is not the cause."""
-        cause = self._cache.space.no_space_cause(queue.group)
-        if cause in ("pinned", "writing"):
-            self._block(queue, NotRead.NO_SPACE)
-        else:
-            for fill in list(queue.fills):
-                self._fail(fill, NotRead.QUOTA if cause == NotRead.QUOTA else NotRead.NO_SPACE)
+            for unused in filter(None, tickets.values()):
+                self._cache.stores.end_fill(unused, (), ())
+        return ended_by
 
     # --- deadlines -------------------------------------------------------------------------------
 
@@ -358,7 +330,7 @@ class PromotionSource:
     def end_overdue(self) -> None:
         """Fail overdue reads and blocked queues, up to ENDED_AT_ONCE blocks, and set ``has_overdue``."""
         left = ENDED_AT_ONCE - self._give_up_overdue()
-        self.has_overdue = left <= 0 or self._fail_blocked(left)
+        self.has_overdue = not left or self._fail_blocked(left)
 
     def _give_up_overdue(self) -> int:
         """Give up reads that do not end, up to ENDED_AT_ONCE; return how many."""
@@ -370,30 +342,26 @@ class PromotionSource:
             self._cache.stores.drop_unfinished([fill.ticket], MissReason.TIER_LATE)
         return len(overdue)
 
-    def _fail_blocked(self, left: int) -> bool:
-        """Fail up to ``left`` blocks of queues that were blocked for as long as a block may take to read.
+    def _fail_blocked(self, most: int) -> bool:
+        """Fail up to ``most`` blocks of queues that were blocked for as long as a block may take to read.
 
-        Return whether there are more. A queue that gets space now has its turn instead: it waits for that only.
+        Return whether there are more. A queue that gets space now has its turn instead, however long it was blocked.
         """
-        now, reserved = self._clock(), self._reserved_by_others()
+        since = self._clock() - self._patience_s
         for queue in list(self._queues):
             if queue.blocked is None:
                 continue
-            # A reservation that succeeds now unblocks the queue; one that it had before says nothing about slots.
-            is_reserved = queue.blocked.reason is NotRead.NO_SPACE and self._reserve(queue, reserved)
-            if queue.blocked is None or now - queue.blocked.since < self._patience_s:
+            # A new reservation unblocks the queue. One that it had before says nothing about slots.
+            is_reserved = queue.blocked.reason is NotRead.NO_SPACE and self._reserve(queue)
+            if is_reserved and queue.blocked is not None and queue.blocked.since <= since:
+                self._begin_batch(queue, list(islice(queue.fills, 1)))  # unblocks it if there are slots by now
+            if queue.blocked is None or queue.blocked.since > since:
                 continue
-            if left <= 0:
+            for fill in list(islice(reversed(queue.fills), most)):  # the others are a prefix, and may still get space
+                most -= 1
+                self._fail(fill, queue.blocked.reason)
+            if queue.fills:
                 return True
-            if is_reserved:  # the first block shows whether there are slots by now, and unblocks the queue
-                self._begin_batch(queue, list(islice(queue.fills, 1)))
-            if queue.blocked is not None:
-                last = list(islice(reversed(queue.fills), left))  # the others are a prefix, and may still get space
-                left -= len(last)
-                for fill in last:
-                    self._fail(fill, queue.blocked.reason)
-                if queue.fills:
-                    return True
         return False
 
     # --- ends ------------------------------------------------------------------------------------
@@ -457,8 +425,9 @@ class PromotionSource:
         self._cache.blocks.record_misses(fill.queue.group, fill.key, miss)
 
     def settle(self, fill: Fill, reason: int) -> None:
-        """Count the key once for all lookups that asked for it, and have none wait for it any more. It is not begun; a
-        read of it that runs, as when its key is removed, ends without effect. A fill that was settled stays as it is.
+        """Count the key once for all lookups that asked for it, have none wait for it any more, and take it out of its
+        queue. If it is being read, as when its key is removed, that goes on for its slots alone. Does nothing for a
+        fill that was settled before.
 
         Args:
             reason: CAME or IN_A_TIER, which count as found, or a ``MissReason``.
@@ -490,6 +459,7 @@ class PromotionSource:
         """Add to the numbers of a queue's blocks that wait and that are under way, and to what follows from them. Drop
         a queue that has none left."""
         self.queued_blocks += queued
+        self.unended_blocks += queued + under_way
         self._queued_by[queue.session] += queued
         if not self._queued_by[queue.session]:
             del self._queued_by[queue.session]

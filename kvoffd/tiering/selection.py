@@ -48,8 +48,9 @@ class Selection:
 
     def lifetimes(self, tier_bytes: int) -> list[int]:
         """Return for each of ``STAYS`` the bytes that are requested while a block stays."""
-        each = tier_bytes * max(1.0, self._accessed / max(1.0, self._offered))
-        return [int(each * stay) for stay in STAYS]
+        # If all were written, a block would stay until ``tier_bytes`` more were offered.
+        if_all_written = tier_bytes * max(1.0, self._accessed / max(1.0, self._offered))
+        return [int(if_all_written * stay) for stay in STAYS]
 
     def record(self, chances: npt.NDArray[np.float64], nbytes: int, believed: int) -> None:
         """Record blocks of this size that are next to be evicted: their chances of reuse within each of ``lifetimes``,
@@ -63,16 +64,16 @@ class Selection:
     def _choose(self, believed: int) -> None:
         """Choose the stay, and the least chance: that of the last block that fits if each stays that long."""
         self._new_chances = 0
-        ordered = np.sort(self._chances[:, :believed], axis=0)[::-1]  # in each column the likeliest first
-        counts = [max(1, int(len(ordered) / stay)) for stay in STAYS[:believed]]
-        hits = [float(ordered[:count, at].sum()) for at, count in enumerate(counts)]
+        likeliest_first = np.sort(self._chances[:, :believed], axis=0)[::-1]  # in each column
+        fitting = [max(1, int(len(likeliest_first) / stay)) for stay in STAYS[:believed]]  # number of blocks
+        hits = [float(likeliest_first[:count, at].sum()) for at, count in enumerate(fitting)]
         self._stay_index = max(at for at, expected in enumerate(hits) if expected >= WORTH * max(hits))
-        chances = ordered[:, self._stay_index]
-        # If the first block that does not fit has the same chance as some that do, none of these is chosen, unless no
-        # block has a higher chance.
-        first_unfit = chances[min(counts[self._stay_index], len(chances) - 1)]
-        fitting = chances[chances > first_unfit]
-        self._least_chance = float(fitting[-1] if len(fitting) else chances[0])
+        chances = likeliest_first[:, self._stay_index]
+        # Of equally likely blocks all are worth writing or none: those that do not all fit are not, unless none is
+        # likelier.
+        first_unfit = chances[min(fitting[self._stay_index], len(chances) - 1)]
+        likelier = chances[chances > first_unfit]
+        self._least_chance = float(likelier[-1] if len(likelier) else chances[0])
 
     def stay_bytes(self, tier_bytes: int) -> int:
         """Return the bytes that are requested while a written block stays."""

@@ -53,10 +53,11 @@ class SourceReads:
         self._ended_at = 0.0
         """Time when a read last ended."""
 
-    def free_bytes(self, block_bytes: int) -> int:
-        """Return the pool bytes that further reads may use now. ``block_bytes``: of the next one."""
-        beyond_their_own = max(0, self.given_up_bytes - self.most_bytes)
-        return self._most_under_way(block_bytes) - self.under_way_bytes - beyond_their_own
+    def free_blocks(self, block_bytes: int) -> int:
+        """Return how many further blocks of this size may be read now: at least one if no other read has slots."""
+        given_up_beyond = max(0, self.given_up_bytes - self.most_bytes)  # what they use of the others' bytes
+        free_bytes = self._most_under_way(block_bytes) - self.under_way_bytes - given_up_beyond
+        return max(free_bytes // block_bytes, 0 if self.under_way or self.given_up else 1)
 
     def are_few(self, block_bytes: int) -> bool:
         """Return whether at most half of the bytes that may be under way are."""

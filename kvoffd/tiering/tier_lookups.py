@@ -14,14 +14,14 @@ import numpy as np
 from kvoffd.cache.asked_keys import AskedKeys
 from kvoffd.cache.block_table import FREE, READY, UNANSWERED_YET, WRITING
 from kvoffd.cache.cache import Cache
-from kvoffd.cache.namespace import MissReason
+from kvoffd.cache.namespace import Group, MissReason
 from kvoffd.cache.prefetches import NO_SESSION
 from kvoffd.cache.tickets import Lease
 from kvoffd.pool.allocator import PAGE_BYTES
+from kvoffd.tiering.block_group import block_group_of
 from kvoffd.tiering.fills import Fill, FillQueue, JointQueues, NotRead, UnsettledFills
 from kvoffd.tiering.promotion_source import PromotionSource
 from kvoffd.tiering.unanswered_keys import UnansweredKeys
-from kvoffd.tiering.writer import block_group_of
 from kvoffd.tiers.tier import ABSENT, ASKED, PRESENT, Tier
 from kvoffd_proto.messages import COMING, PENDING, SHARED, GroupSpec
 
@@ -51,7 +51,7 @@ class _Lookup:
     """Counts of their keys; None if they were counted before."""
     sources: Sequence[PromotionSource]
     """Sources that it can use now, in the order in which they are asked."""
-    leasable_bytes: int
+    promotable_bytes: int
     """Pool bytes that may still be promoted for it: what leases may pin, less what it has. Negative if its READY keys
     are more than that: anything else would evict its own beginning."""
     may_wait: bool
@@ -83,6 +83,8 @@ class _Part:
         self.block_group = block_group_of(self.group)
         """The group, for tiers."""
         self.keys: list[bytes] = np.frombuffer(packed_keys, namespace.key_type)[start:end].tolist()
+        self.key_before = packed_keys[max(0, start - 1) * namespace.key_bytes : start * namespace.key_bytes]
+        """The key before the first of these; empty if that begins the prompt."""
         self.states = memoryview(lookup.answer[number])[start:end]
         """The answer for these keys, which is changed through this view."""
         self.fills: Mapping[bytes, Fill] = unsettled.get(self.block_group.tag, {})
@@ -145,13 +147,13 @@ class _Part:
         is_there, first = has.any(axis=0), has.argmax(axis=0)
         for number, source in enumerate(sources):
             self.there.update(dict.fromkeys(places[is_there & (first == number)].tolist(), source))
+        left = places[~is_there]
         # The peers that are being asked for a key as the bits of a number: keys with the same share a tuple of tiers.
-        bits = 1 << np.arange(len(sources))
-        asked_peers = np.where(is_there, 0, ((states == ASKED) * bits[:, None]).sum(axis=0))
-        for number in set(asked_peers.tolist()) - {0}:
-            tiers = tuple(source.tier for source, bit in zip(sources, bits.tolist(), strict=True) if number & bit)
-            self.asking.update(dict.fromkeys(places[asked_peers == number].tolist(), tiers))
-        self.unfound = places[~is_there & (asked_peers == 0)].tolist()
+        (asked_peers,) = np.packbits(states[:, ~is_there] == ASKED, axis=0, bitorder="little")
+        for bits in set(asked_peers.tolist()) - {0}:
+            tiers = tuple(source.tier for number, source in enumerate(sources) if bits >> number & 1)
+            self.asking.update(dict.fromkeys(left[asked_peers == bits].tolist(), tiers))
+        self.unfound = left[asked_peers == 0].tolist()
 
 
 class TierLookups:
@@ -198,8 +200,9 @@ class TierLookups:
         self._cache, self._sources, self._unsettled = cache, sources, unsettled
         self._unanswered, self._is_unshared = unanswered, is_unshared
         self.is_behind: Callable[[bytes], bool] = lambda fingerprint: False
-        self._awaits: dict[Lease, dict[Fill, None]] = {}
-        """Fills that each lease waits for, settled ones included. ``Fill.leases`` has the same by fill."""
+        self._awaits: dict[Lease, dict[Fill, bytes]] = {}
+        """Fills that each lease waits for, settled ones included, in the order of the prompt, with the key before each;
+        empty at its beginning. ``Fill.leases`` has the same by fill."""
 
     # --- what the cache calls: see TierHooks -----------------------------------------------------
 
@@ -231,7 +234,7 @@ class TierLookups:
             if part.asked is not None:
                 for name in part.found_by:
                     part.asked.tier_has_some(name)
-        lease.asking_bytes = min(lookup.asking_bytes, max(0, lookup.leasable_bytes))
+        lease.asking_bytes = min(lookup.asking_bytes, max(0, lookup.promotable_bytes))
         if lease.coming:
             awaits = self._awaits.get(lease, {})
             answers_s = ANSWER_S if lease.asking else 0.0  # it was asked in this call: see ``Lease.ask_again``
@@ -240,12 +243,19 @@ class TierLookups:
 
     def lease_ended(self, lease: Lease) -> None:
         unawaited: dict[FillQueue, None] = {}
-        for fill in self._awaits.pop(lease, ()):
+        chains: dict[Group, dict[bytes, None]] = {}
+        """Keys that may have come up, each behind the key before it."""
+        for fill, key_before in self._awaits.pop(lease, {}).items():
             del fill.leases[lease]
-            if not (fill.leases or fill.is_settled or fill.ticket):
+            if fill.is_settled:
+                keys = chains.setdefault(fill.queue.group, {})
+                keys[key_before] = keys[fill.key] = None
+            elif not (fill.leases or fill.ticket):
                 unawaited[fill.queue] = None
         for queue in unawaited:
             queue.source.drop_unawaited(queue)
+        for group, keys in chains.items():  # they came one by one, mostly the root first, which would be evicted first
+            self._cache.stores.order_chain(group, b"".join(keys))
 
     # --- one lookup ------------------------------------------------------------------------------
 
@@ -290,9 +300,9 @@ class TierLookups:
         # Earlier lookups under the same lease may have found the beginning of the prompt.
         held_bytes = max(ready_bytes, int(self._cache.blocks.pages[lease.blocks].sum()) * PAGE_BYTES)
         held_bytes += sum(fill.queue.group.block_bytes for fill in self._awaits.get(lease, ()) if not fill.is_settled)
-        leasable_bytes = leases.most_bytes - sum(one.reads.given_up_bytes for one in self._sources) - held_bytes
+        promotable_bytes = leases.most_bytes - sum(one.reads.given_up_bytes for one in self._sources) - held_bytes
         answer, may_wait = list(map(bytearray, states)), asked is not None
-        return _Lookup(lease, groups, answer, asked, sources, leasable_bytes, may_wait, JointQueues(lease))
+        return _Lookup(lease, groups, answer, asked, sources, promotable_bytes, may_wait, JointQueues(lease))
 
     def _find_prefix(self, lookup: _Lookup, part: _Part) -> bool:
         """Request the unbroken run from the first of these keys; return whether any of it is being asked for."""
@@ -386,9 +396,10 @@ class TierLookups:
             elif not fill.queue.is_reserved:
                 self._join(lookup, fill.queue)
             if lease not in fill.leases:
-                lookup.leasable_bytes -= part.group.block_bytes
+                lookup.promotable_bytes -= part.group.block_bytes
                 lease.coming += 1
-                self._awaits.setdefault(lease, {})[fill] = fill.leases[lease] = None
+                fill.leases[lease] = None
+                self._awaits.setdefault(lease, {})[fill] = part.keys[place - 1] if place else part.key_before
             part.found_by[fill.queue.source.tier.name] = None
             if part.asked is not None:
                 fill.askers.append((part.asked, part.start + place))
@@ -406,7 +417,7 @@ class TierLookups:
         source, block_bytes = part.there[place], part.group.block_bytes
         if source in skipped:
             return MissReason.SKIPPED
-        if lookup.leasable_bytes < block_bytes:
+        if lookup.promotable_bytes < block_bytes:
             return MissReason.LEASE_LIMIT
         if not lookup.may_wait and lookup.new_bytes + block_bytes > self._cache.leases.leasable_bytes:
             # One may begin to wait: a store had not answered to the first lookup, or the key had space then.

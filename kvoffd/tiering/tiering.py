@@ -15,12 +15,13 @@ from kvoffd.cache.namespace import MissReason, Namespace
 from kvoffd.system.calls import call_each
 from kvoffd.system.newest import put_newest
 from kvoffd.tiering import TieringSettings, WriteMode
+from kvoffd.tiering.block_group import block_group_of
 from kvoffd.tiering.block_origins import BlockOrigins
 from kvoffd.tiering.fills import UnsettledFills
 from kvoffd.tiering.promotion_source import PromotionSource
 from kvoffd.tiering.tier_lookups import TierLookups
 from kvoffd.tiering.unanswered_keys import UnansweredKeys
-from kvoffd.tiering.writer import Writer, block_group_of
+from kvoffd.tiering.writer import Writer
 from kvoffd.tiers.header import BlockGroup
 from kvoffd.tiers.tier import Tier
 from kvoffd_proto.events import MEDIUM_STORAGE
@@ -123,13 +124,8 @@ class Tiering:
         return PromotionSource(tier, settings, *parts, shared=shared)
 
     def _make_writer(self, tiers: list[Tier], settings: TieringSettings, *, shared: bool) -> Writer:
-        writer = Writer(
-            *(self._cache, tiers, self._clock, settings),
-            idle=lambda: not any(source.unended_blocks for source in self.sources if source.writer is writer),
-            engines_busy=self._engines_busy,
-            leaves_out=self.is_unshared if shared else lambda fingerprint: False,
-        )
-        return writer
+        leaves_out = self.is_unshared if shared else lambda fingerprint: False
+        return Writer(self._cache, tiers, self._clock, settings, self.sources, self._engines_busy, leaves_out)
 
     def replace_source(self, source: PromotionSource, settings: TieringSettings) -> PromotionSource:
         """Replace an idle source whose tier serves another peer from now on, of which nothing is known yet."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from functools import partial
 from itertools import compress, islice
-from typing import NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -17,9 +17,14 @@ from kvoffd.cache.block_table import CORRUPT, READY, BlockIds
 from kvoffd.cache.cache import Cache
 from kvoffd.cache.namespace import Group
 from kvoffd.tiering import TieringSettings, WriteMode
+from kvoffd.tiering.block_group import block_group_of
 from kvoffd.tiering.selection import WATCHED, Selection
-from kvoffd.tiers.header import Block, BlockGroup, make_block_group
+from kvoffd.tiering.write_budget import WriteBudget
+from kvoffd.tiers.header import Block
 from kvoffd.tiers.tier import Result, Tier
+
+if TYPE_CHECKING:
+    from kvoffd.tiering.promotion_source import PromotionSource
 
 _Sequences: TypeAlias = dict[int, int]
 """Block numbers with the sequence numbers of their records, which together identify a block: a number alone may belong
@@ -44,91 +49,6 @@ COLD_DIVISOR = 8
 """The 1/8 of the pool that is to be evicted next is examined once less than that is free."""
 MAX_COLD_BLOCKS = 1024
 """Limit of these blocks in one tick."""
-DAY_S = 86_400.0
-SAVED_SHARE = 1 / 8
-"""Part of a day's bytes that may accumulate and be written at once."""
-PERSISTED_AHEAD_SHARE = 1 / 8
-"""Part of those bytes by which the persisted amount is ahead of the spent one."""
-
-
-class WriteBudget:
-    """Bytes that may be written per day, because flash wears out; 0 is no limit. No 24 hours exceed it, except for the
-    first filling of a tier.
-
-    It is a token bucket: bytes accumulate at a rate, up to a bound, and a write waits until they cover it. A block
-    larger than the bound waits until the bucket is full, and then makes it negative. The rate is that of a day less the
-    bound, so that a full bucket and a day's rate are a day's bytes.
-
-    Attributes:
-        first_filling_bytes: bytes that may be written besides: the disks' sizes less all ever written.
-    """
-
-    def __init__(self, per_day_bytes: int, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self._bound = self._level = per_day_bytes * SAVED_SHARE
-        """The most bytes in the bucket, and those in it at ``_filled_at``. A bound of 0: no limit."""
-        self._rate = (per_day_bytes - self._bound) / DAY_S
-        """Bytes per second."""
-        self._filled_at = clock()
-        self._persisted, self._persisted_at = 0.0, clock()
-        """The last amount to persist, and when. A successor that begins with it accumulates from then on."""
-        self.first_filling_bytes = 0
-
-    def restore(self, spent_bytes: float, seconds: float) -> None:
-        """Continue from the bytes that an earlier daemon had spent ``seconds`` ago."""
-        self._level = min(self._bound, self._bound - spent_bytes + self._rate * max(0.0, seconds))
-
-    def amount_to_persist(self) -> float | None:
-        """Return the amount to persist, rounded up so that a killed daemon spends none twice; None if the last one
-        still covers what is spent, less what would have accumulated since."""
-        now, spent = self._clock(), self.spent_bytes
-        if spent <= self._persisted - self._rate * (now - self._persisted_at):
-            return None
-        self._persisted, self._persisted_at = spent + self._bound * PERSISTED_AHEAD_SHARE, now
-        return self._persisted
-
-    def take(self, nbytes: int) -> bool:
-        """Take this many bytes out of the budget, or none; return whether it did."""
-        if not self.allows(nbytes):
-            return False
-        if self.first_filling_bytes:
-            self.first_filling_bytes = max(0, self.first_filling_bytes - nbytes)
-        else:
-            self._level -= nbytes
-        return True
-
-    def allows(self, nbytes: int) -> bool:
-        """Return whether this many bytes may be written now."""
-        return bool(self.first_filling_bytes) or not self._bound or self._fill() >= min(nbytes, self._bound)
-
-    def refund(self, nbytes: int, *, first_filling: bool) -> None:
-        """Return bytes that were taken and not written. ``first_filling``: they were ``first_filling_bytes``."""
-        if first_filling:
-            self.first_filling_bytes += nbytes
-        else:
-            self._level += nbytes
-
-    @property
-    def left_share(self) -> float:
-        """Part of the accumulable bytes that is left; 1 without a limit."""
-        return max(0.0, self._fill() / self._bound) if self._bound and not self.first_filling_bytes else 1.0
-
-    @property
-    def spent_bytes(self) -> float:
-        """Spent bytes not accumulated again yet; 0 without a limit."""
-        return self._bound - self._fill() if self._bound else 0.0
-
-    @property
-    def left_bytes(self) -> int | None:
-        """Bytes that may be written now; None without a limit."""
-        return max(0, int(self._fill())) + self.first_filling_bytes if self._bound else None
-
-    def _fill(self) -> float:
-        """Add what has accumulated; return the bytes in the bucket."""
-        now = self._clock()
-        self._level = min(self._bound, self._level + self._rate * max(0.0, now - self._filled_at))
-        self._filled_at = now
-        return self._level
 
 
 @dataclass(slots=True, eq=False)
@@ -146,11 +66,6 @@ class BlockWrite:
     """Whether the bytes were taken from ``WriteBudget.first_filling_bytes``, and do not count as spent."""
     trickles: bool = False
     """Whether it began while engines copied."""
-
-
-def block_group_of(group: Group) -> BlockGroup:
-    """Return the tiers' identity of a group now. It has no lengths until all ranks have registered."""
-    return make_block_group(group.namespace.fingerprint, group.namespace.generation, group.index, group.lengths)
 
 
 def writes_of(cache: Cache, group: Group, blocks: BlockIds, keys: Sequence[bytes]) -> list[BlockWrite]:
@@ -216,7 +131,7 @@ class Writer:
 
     Args:
         tiers: the targets; each block is written to one that has space and a short queue.
-        idle: returns whether nobody waits for reads from the tiers.
+        sources: all sources of promotions, of which its tiers are some.
         engines_busy: returns whether engines copy. They have priority: writes take memory bandwidth, CPUs and the GIL
             from them. While they copy, or wait for the tiers, writes are limited to ``trickle_bytes`` of ``settings``,
             or one block.
@@ -229,10 +144,9 @@ class Writer:
         tiers: Sequence[Tier],
         clock: Callable[[], float],
         settings: TieringSettings,
-        *,
-        idle: Callable[[], bool],
+        sources: Sequence[PromotionSource],
         engines_busy: Callable[[], bool],
-        leaves_out: Callable[[bytes], bool] = lambda fingerprint: False,
+        leaves_out: Callable[[bytes], bool],
     ) -> None:
         self._cache, self._tiers = cache, tiers
         self._sequences = cache.table.records["sequence"]
@@ -249,7 +163,7 @@ class Writer:
         self._under_way_limit = min(cache.slots.pool_bytes // 16, MAX_WRITING_BYTES)
         """Bytes of the pool that may be read, and are pinned, at once."""
         self._cold_bytes = cache.slots.pool_bytes // COLD_DIVISOR
-        self._idle, self._engines_busy, self._leaves_out = idle, engines_busy, leaves_out
+        self._sources, self._engines_busy, self._leaves_out = sources, engines_busy, leaves_out
         self._trickle_bytes = self._trickle_left = settings.trickle_bytes
         self.waiting: _Sequences = {}
         """Blocks to write, in this order."""
@@ -376,25 +290,23 @@ class Writer:
 
     def pump(self) -> None:
         """Begin writes that are possible now, up to a limit. Do nothing while over half of the limit is in progress."""
-        if not self.waiting:
-            return
-        if 2 * self.under_way_bytes > self._under_way_limit or self._is_refused:
+        if not self.waiting or self._is_refused or 2 * self.under_way_bytes > self._under_way_limit:
             return
         if self._pauses_above is not None and len(self.under_way) > self._pauses_above:
             return
         self._pauses_above = None
-        if not self.available:  # otherwise each reply would wait for the examination of blocks
-            return
+        # Whoever waits for blocks from the tiers has priority, too.
+        busy = self._engines_busy() or any(one.unended_blocks for one in self._sources if one.writer is self)
         begun: list[int] = []
         try:
-            self._begin_waiting(begun, self._engines_busy() or not self._idle())
+            self._begin_waiting(begun, busy)
         finally:  # what began is read by the tiers, even if a later one fails
             if begun:
                 self._cache.blocks.pin(np.array(begun, np.uint32))
 
     def _begin_waiting(self, begun: list[int], busy: bool) -> None:
         """Begin writes of waiting blocks, and add the blocks to ``begun``. ``busy``: only a trickle."""
-        targets = self._targets()
+        targets = self._targets() if len(self._tiers) > 1 else self._tiers
         for _ in range(0, MAX_LOOKED_AT, MAX_BEGUN):
             if not self.waiting or (busy and self._trickle_left <= 0):
                 return
@@ -410,8 +322,6 @@ class Writer:
 
     def _targets(self) -> list[Tier]:
         """Return the tiers in the order of preference: with free space, with a short queue, and the least used."""
-        if len(self._tiers) == 1:
-            return list(self._tiers)
         figures = [(tier, tier.stats()) for tier in self._tiers]
         figures.sort(
             key=lambda one: (bool(one[0].lifetime_bytes), one[1].queued_writes, one[1].used_bytes / one[1].size_bytes)
@@ -438,7 +348,7 @@ class Writer:
     def _begin(self, write: BlockWrite, targets: Sequence[Tier], busy: bool) -> _Attempt:
         """Begin a write to the first of the targets that accepts it, if the budget allows."""
         nbytes = write.copy.group.nbytes
-        write.first_filling, write.trickles = self.budget.first_filling_bytes > 0, busy
+        write.first_filling, write.trickles = self.budget.first_filling_bytes > 0, busy  # before they are taken
         self._is_spent = not self.budget.take(nbytes)
         if self._is_spent:
             self.waiting.clear()  # they wait again when they are used again, or next to be evicted
@@ -449,16 +359,19 @@ class Writer:
             self._trickle_left -= nbytes if busy else 0
             return _Attempt.BEGUN
         self.budget.refund(nbytes, first_filling=write.first_filling)
+        return self._after_refusal(write)
+
+    def _after_refusal(self, write: BlockWrite) -> _Attempt:
+        """Decide whether a block that no tier accepted stays the next, and when one is tried again."""
+        group, key = write.copy.group, write.copy.key
         if self.under_way:  # there were too many at once
             self._pauses_above = len(self.under_way) // 2
-            return _Attempt.NOT_NOW
-        if not self.writes_soon:
+        elif not self.writes_soon:
             self._is_refused = True
-            return _Attempt.NOT_NOW
-        # A disk may have no slot now, as while it frees a region of blocks of another size.
-        group, key = write.copy.group, write.copy.key
-        is_taken_later = any(accepts_writes(tier) and tier.takes(group, key) for tier in targets)
-        return _Attempt.NOT_NOW if is_taken_later else _Attempt.NOT_TAKEN
+        elif not any(accepts_writes(tier) and tier.takes(group, key) for tier in self._tiers):
+            return _Attempt.NOT_TAKEN
+        # Else a disk may have no slot now, as while it frees a region of blocks of another size.
+        return _Attempt.NOT_NOW
 
     def _enqueue(self, blocks: BlockIds) -> None:
         """Have blocks wait, as far as MAX_WAITING allows. Those that wait already keep their places."""

@@ -10,9 +10,10 @@ from kvoffd.cache.block_table import READY, SHARD_STATE, WRITING, WRITTEN
 from kvoffd.cache.namespace import Namespace
 from kvoffd.cache.tickets import StoreTicket
 from kvoffd.tiering import TieringSettings
+from kvoffd.tiering.block_group import block_group_of
 from kvoffd.tiering.promotion_source import PromotionSource
 from kvoffd.tiering.tiering import Tiering
-from kvoffd.tiering.writer import Writer, block_group_of, writes_of
+from kvoffd.tiering.writer import Writer, writes_of
 from kvoffd.tiers.header import BlockGroup
 from kvoffd.tiers.tier import Result
 from kvoffd_proto.events import MEDIUM_STORAGE
@@ -164,8 +165,8 @@ class TieringHarness(CacheRig):
 
     def in_tier(self, namespace: Namespace, keys: bytes) -> int:
         tag, tiers = self.group(namespace).tag, [source.tier for source in self.tiering.disks]
-        names = {name for tier in tiers if isinstance(tier, FakeTier) for name in tier.blocks}
-        return sum((tag, key) in names for key in namespace.split(0, keys))
+        fakes = [tier for tier in tiers if isinstance(tier, FakeTier)]
+        return sum(any((tag, key) in tier.blocks for tier in fakes) for key in namespace.split(0, keys))
 
     def group(self, namespace: Namespace, group: int = 0) -> BlockGroup:
         return block_group_of(namespace.group(group))

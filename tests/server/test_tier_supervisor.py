@@ -98,7 +98,7 @@ def rig(tmp_path: Path) -> Iterator[TiersRig]:
 def test_what_goes_wrong_inside_an_opening_is_a_problem_and_no_end(rig: TiersRig) -> None:
     rig.attach(RuntimeError("surprise"))
     rig.calls.pop()()
-    assert [disk.state for disk in rig.tiers] == [DiskState.FAILED]
+    assert [disk.state for disk in rig.tiers.disks] == [DiskState.FAILED]
     assert "surprise" in next(rig.tiers.problems)[1]
 
 

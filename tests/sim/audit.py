@@ -17,8 +17,8 @@ from kvoffd.cache.tickets import StorePart, StoreTicket
 from kvoffd.pool.allocator import SlotIds
 from kvoffd.server.jobs import LoadJob
 from kvoffd.server.service import Service
+from kvoffd.tiering.block_group import block_group_of
 from kvoffd.tiering.tiering import Tiering
-from kvoffd.tiering.writer import block_group_of
 from kvoffd_proto import codec
 from kvoffd_proto import messages as m
 from kvoffd_proto.errors import ErrorCode

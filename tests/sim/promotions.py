@@ -10,10 +10,10 @@ from kvoffd.cache.block_table import READY, BlockIds
 from kvoffd.cache.prefetches import NO_SESSION
 from kvoffd.cache.tickets import Lease
 from kvoffd.server.service import Service
+from kvoffd.tiering.block_group import block_group_of
 from kvoffd.tiering.fills import Fill
 from kvoffd.tiering.promotion_source import PromotionSource
 from kvoffd.tiering.read_speed import SILENCE_S
-from kvoffd.tiering.writer import block_group_of
 from kvoffd.tiers.header import Block
 from kvoffd.tiers.tier import ReadEnd, Result
 from kvoffd_proto import messages as m

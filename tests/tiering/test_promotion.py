@@ -148,6 +148,55 @@ def test_what_comes_up_is_held_for_those_that_wait_until_they_look_again(policy:
     rig.check()
 
 
+@pytest.mark.parametrize("policy", POLICY_NAMES)
+@pytest.mark.parametrize(("root", "ends"), [(0, -1), (0, 0), (3, 0)])
+def test_of_a_prompt_that_came_up_the_tail_is_evicted_first(policy: str, root: int, ends: int) -> None:
+    """Whatever of its root the pool had before, and whether the first or the last of the reads that run ends first."""
+    rig = TieringHarness(settings=QUIET, regions=4, policy=policy)
+    space, keys = rig.open(), keys_of(*range(8))
+    rig.put_in_tier(space, keys)
+    if root:
+        rig.put(space, keys_of(*range(root)))
+    rig.use(space, keys)
+    while rig.source.unended_blocks:
+        rig.tiering.pump()
+        rig.tier.end(list(rig.tier.jobs)[ends])
+    assert rig.states(space, keys, again=True) == [READY] * 8
+    rig.cache.leases.end(1, [1])
+    for key in range(100, 112):  # four more than are free
+        rig.put(space, keys_of(key))
+    assert [len(rig.blocks(space, keys_of(key))) for key in range(8)] == [1] * 4 + [0] * 4
+    rig.check()
+
+
+def test_what_a_hint_retains_of_a_prompt_that_came_up_stays_where_it_is() -> None:
+    rig = TieringHarness(settings=QUIET, regions=4)
+    space, keys = rig.open(), keys_of(*range(4))
+    rig.put_in_tier(space, keys)
+    rig.use(space, keys)
+    while rig.source.unended_blocks:
+        rig.bring_up()
+    rig.cache.hint(space, HintAction.RETAIN, [(0, keys_of(1, 2))], ttl_s=60.0)
+    rig.cache.order._set_aside(rig.blocks(space, keys_of(1, 2)))
+    rig.cache.leases.end(1, [1])
+    for key in range(100, 114):
+        rig.put(space, keys_of(key))
+    assert [len(rig.blocks(space, keys_of(key))) for key in range(4)] == [0, 1, 1, 0]
+    rig.check()
+
+
+def test_blocks_behind_one_that_has_left_the_tier_are_read_at_once(rig: TieringHarness) -> None:
+    space, keys = rig.open(), keys_of(1, 2, 3)
+    rig.put_in_tier(space, keys)
+    look_up(rig, space, 1, keys)
+    del rig.tier.blocks[rig.group(space).tag, keys_of(1)]
+    rig.tiering.pump()
+    assert [job.key for job in rig.tier.jobs] == [keys_of(2), keys_of(3)]
+    assert rig.source.failures == {Result.GONE.value: 1}
+    rig.tier.end_all()
+    rig.cache.end_session(1)
+
+
 def test_prompts_that_do_not_fit_the_pool_together_come_up_one_after_another() -> None:
     rig = TieringHarness(settings=QUIET, regions=4)
     space, prompts = rig.open(), [range(8), range(10, 18), range(20, 28)]

@@ -9,7 +9,8 @@ from kvoffd.cache.namespace import Group, Namespace
 from kvoffd.cache.tickets import StorePart
 from kvoffd.tiering import TieringSettings, WriteMode, writer
 from kvoffd.tiering.selection import STAYS, Selection
-from kvoffd.tiering.writer import BUDGET, DAY_S, LATE, MAX_LOOKED_AT, UNLIKELY, WriteBudget
+from kvoffd.tiering.write_budget import DAY_S, WriteBudget
+from kvoffd.tiering.writer import BUDGET, LATE, MAX_LOOKED_AT, UNLIKELY
 from kvoffd.tiers.tier import Result
 from kvoffd_proto.messages import BENCH_LABEL, READY
 from tests.kit.clock import Clock
@@ -360,6 +361,15 @@ def test_killed_daemons_spend_no_more_than_one_that_lives(lives: int, least: int
                     left = spent, clock()
             clock.now += DAY_S / 2000
     assert least < written <= 1_000_000
+
+
+def test_what_was_spent_under_a_larger_limit_is_paid_off_within_a_day() -> None:
+    clock = Clock()
+    budget = WriteBudget(1_000_000, clock)
+    budget.restore(100_000_000, 0.0)
+    assert not budget.take(1)
+    clock.now += DAY_S + 60
+    assert budget.take(1)
 
 
 def test_a_block_larger_than_what_may_be_saved_is_paid_off() -> None:
