@@ -74,8 +74,8 @@ class OpenNamespaces(dict[bytes, Namespace]):
         for group, successor in zip(old, namespace.groups, strict=True):
             self._life.retire(group)
             successor.set_sizes(group.lengths, group.sizes)
-            numbers = (*group.unswept, group.number)
-            successor.unswept = [number for number in numbers if number in self._life.unswept]
+            numbers = (*group.unswept_before, group.number)
+            successor.unswept_before = [number for number in numbers if number in self._life.unswept]
             successor.predecessors = (group, *group.predecessors)[:KNOWN_RESETS]
             group.predecessors = ()  # else every earlier group would live as long as the namespace
 

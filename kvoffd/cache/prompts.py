@@ -22,8 +22,8 @@ MAX_UNREPORTED = 8
 """Lookups that may wait for ``report``; one more reports the oldest."""
 
 
-class _LookedUp(NamedTuple):
-    """A lookup that ``report`` has yet to report."""
+class _Unreported(NamedTuple):
+    """A lookup that waits for ``report``."""
 
     namespace: Namespace
     chains: list[Chain]
@@ -47,7 +47,7 @@ class Prompts:
         self._life = life
         self.watchers: list[Callable[[Sequence[Chain]], None]] = []
         self.curve: HitRatioCurve | None = None
-        self._looked_up: deque[_LookedUp] = deque()
+        self._unreported: deque[_Unreported] = deque()
         """The oldest first."""
         self.uncounted = UncountedPrompts()
         self._uncounted_loads = UncountedLoads()
@@ -82,21 +82,21 @@ class Prompts:
             for prompt in self.uncounted.add(lease.session, lease.lease_id, asked):
                 self._count(prompt, None)
         if chains:
-            self._looked_up.append(_LookedUp(namespace, chains, asked, prompt_hash, reported))
-            if len(self._looked_up) > MAX_UNREPORTED:
+            self._unreported.append(_Unreported(namespace, chains, asked, prompt_hash, reported))
+            if len(self._unreported) > MAX_UNREPORTED:
                 self._report_oldest()
 
     def report(self) -> None:
         """Report lookups to the tiers and, except a bench's, to the policy, the curve and the watchers. Call it after
         the replies are sent."""
-        while self._looked_up:
+        while self._unreported:
             self._report_oldest()
-        self._life.ready_left = False
+        self._life.lost_ready = False
 
     def _report_oldest(self) -> None:
-        namespace, looked_up, asked, prompt_hash, reported = self._looked_up.popleft()
-        chains = [chain for chain in looked_up if not chain.group.retired]
-        if self._life.ready_left:
+        namespace, chains, asked, prompt_hash, reported = self._unreported.popleft()
+        chains = [chain for chain in chains if not chain.group.retired]
+        if self._life.lost_ready:
             states = self._life.blocks.state
             chains = [chain._replace(ready=chain.ready[states[chain.ready] == READY]) for chain in chains]
         ready = [chain.ready for chain in chains if chain.ready.size]
