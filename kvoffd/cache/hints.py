@@ -169,9 +169,9 @@ class HintedOrder:
                 joined[old] = found = old.joined(new)
             return found
 
-        names = [(group.number, key) for key in absent]
+        keys = [(group.number, key) for key in absent]
         most = self._most_bytes // max(1, group.block_bytes)
-        over = self._awaited.add(names, wish, self._clock() + AWAITED_S, most, join)
+        over = self._awaited.add(keys, wish, self._clock() + AWAITED_S, most, join)
         group.namespace.counters.unretained_blocks += over
         self._retain(wish, group, ready)
 
@@ -440,12 +440,12 @@ class HintedOrder:
         return Admission(runs, lowest)
 
     def first(self, count: int, below: float = inf) -> BlockIds:
+        if not self._has_hints:
+            return self._policy.first(count, below)
         self.end_lapsed()
         return self._first(count, below)
 
     def _first(self, count: int, below: float) -> BlockIds:
-        if not self._has_hints:
-            return self._policy.first(count, below)
         ended = (one.aside for one in self._ended.values())
         early = _first_of(chained(self._released, chained.from_iterable(ended)), count)
         order, left = [early], count - len(early)
@@ -468,8 +468,9 @@ class HintedOrder:
     def candidates(self, below: float = inf) -> Iterator[BlockIds]:
         """Yield all that ``first`` returns in batches. Any change of the order ends the iteration."""
         self.end_lapsed()  # once, as it changes the order
+        first = self._first if self._has_hints else self._policy.first
         given, most = NO_BLOCKS, BATCH
-        while (found := self._first(most, below)).size > given.size:
+        while (found := first(most, below)).size > given.size:
             # What was set aside may have moved others in the order of ``arc``.
             same = np.array_equal(found[: given.size], given)
             yield found[given.size :] if same else found[~np.isin(found, given)]
