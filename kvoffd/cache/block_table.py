@@ -100,13 +100,13 @@ class StoreVerdict(IntEnum):
     """Action that a store takes for a key."""
 
     PRESENT = 0
-    """None: the rank's shard is written, or being written."""
+    """Do nothing: the rank's shard is written, or being written."""
     ABSENT = 1
     """Make a block: the key has none."""
     JOIN = 2
     """Write the rank's shard, which the key's block lacks."""
     DUPLICATE = 3
-    """None: an earlier index has the same key, which is to be written."""
+    """Do nothing: an earlier index has the same key, which is to be written."""
     NARROW = 4
     """Replace the block, which begins later than the offered one and is not in use."""
 
@@ -197,7 +197,7 @@ class BlockTable(Structure):
         self.prompt = np.zeros(slots, np.uint64)
         """[blocks] number of the prompt that last looked the block up, or of the one whose store made it."""
         self.last_prompt = 0
-        """Number of the last prompt that was looked up, or whose store began."""
+        """Number of the latest prompt that was looked up, or whose store began: a newer one has a higher number."""
         self._native = native()
         self._counts = array("Q", bytes(8 * 2))
         """The largest results that C writes there: ``struct found`` and ``struct ended`` of blocks.c."""
@@ -244,11 +244,6 @@ class BlockTable(Structure):
         ready, ready_prefix = self._counts
         states, reasons = self._bytes[:count].tobytes(), self._bytes[count : 2 * count].tobytes()
         return FoundKeys(states, self._numbers[:ready].copy(), self.leased_bytes - leased_bytes, ready_prefix, reasons)
-
-    def new_prompt(self) -> int:
-        """Return the number of one more prompt."""
-        self.last_prompt += 1
-        return self.last_prompt
 
     def judge(self, group: Group, keys: bytes, rank: int, first_blocks: Mapping[int, int]) -> tuple[bytes, BlockIds]:
         """Return a ``StoreVerdict`` for each key that a rank stores, and the key's block, NO_BLOCK if it has none.

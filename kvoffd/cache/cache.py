@@ -138,11 +138,11 @@ class Cache:
         try:
             for index, keys in groups:  # of a new lease the same call of C leases the READY blocks
                 found.append(self.blocks.lookup(namespace.groups[index], keys, lease=is_new))
-            prompt = self.blocks.new_prompt()
+            self.blocks.last_prompt += 1
             for at, (index, keys) in enumerate(groups):
                 group = namespace.groups[index]
                 found[at] = of_group = self.life.since_reset(group, keys, found[at])
-                self.blocks.prompt[of_group.ready] = prompt
+                self.blocks.prompt[of_group.ready] = self.blocks.last_prompt
                 self.order.asked(group, keys, of_group.states, of_group.ready, giver)
             if self.life.tiers is not None:
                 found = self._find_below(self.life.tiers, lease, groups, found, asked)
