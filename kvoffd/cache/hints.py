@@ -178,7 +178,7 @@ class HintedOrder:
     def release(self, giver: int, group: Group, blocks: BlockIds) -> None:
         """End what this giver retained of READY blocks, root first. Release those for which no other has asked."""
         blocks = blocks[::-1]
-        own = np.array([one is None or one.wish.giver == giver != ANY for one in self._live_of(blocks)], np.bool_)
+        own = np.array([one is None or one.wish.giver == giver != ANY for one in self._retentions_of(blocks)], np.bool_)
         alone = self._askers.are_alone(blocks, giver)
         released, others = blocks[own & alone], blocks[own & ~alone]
         ended = others[self.are_retained(others)]
@@ -312,7 +312,7 @@ class HintedOrder:
         if not self._retained_bytes_of[wish.session]:
             del self._retained_bytes_of[wish.session]
 
-    def _live_of(self, blocks: BlockIds) -> list[Retention | None]:
+    def _retentions_of(self, blocks: BlockIds) -> list[Retention | None]:
         """Return each block's retention, if it has one that has not ended."""
         return [self._retentions.get(number) for number in self._hint_of[blocks].tolist()]
 
@@ -367,17 +367,18 @@ class HintedOrder:
             self.end_lapsed()
             for group, _, ready, *_ in chains:
                 if self._hint_of[ready].any():
-                    self._found(group, ready)
+                    self._return_to_policy(group, ready)
         self._policy.requested(chains)
 
-    def _found(self, group: Group, ready: BlockIds) -> None:
-        retained = self.are_retained(ready)
-        group.namespace.counters.retained_found_keys += int(retained.sum())
-        others, back = ready[~retained], []
-        for number, at in _by_number(self._hint_of[ready[retained]]):
+    def _return_to_policy(self, group: Group, found: BlockIds) -> None:
+        """Return found blocks to the policy's order if they have left it. Those that are retained stay retained."""
+        are_retained = self.are_retained(found)
+        group.namespace.counters.retained_found_keys += int(are_retained.sum())
+        retained, others, outside = found[are_retained], found[~are_retained], list[int]()
+        for number, at in _by_number(self._hint_of[retained]):
             if aside := self._retentions[number].aside:
-                back += [block for block in ready[retained][at].tolist() if aside.pop(block, False)]
-        self._insert(group, np.concatenate([np.array(back, np.uint32), others[self._unmark(group, others)]])[::-1])
+                outside += [block for block in retained[at].tolist() if aside.pop(block, False)]
+        self._insert(group, np.concatenate([np.array(outside, np.uint32), others[self._unmark(group, others)]])[::-1])
 
     def _insert(self, group: Group, blocks: BlockIds) -> None:
         if blocks.size:
@@ -411,7 +412,7 @@ class HintedOrder:
 
     def make_newest(self, blocks: BlockIds) -> None:
         """Move blocks to the end of the policy's order. Retained ones keep their hints."""
-        hints = list(zip(blocks.tolist(), self._live_of(blocks), strict=True))
+        hints = list(zip(blocks.tolist(), self._retentions_of(blocks), strict=True))
         others = [block for block, hint in hints if hint is None]
         retained = [block for block, hint in hints if hint is not None and block not in hint.aside]
         # ``self.remove`` ends hints, so that retained blocks move in the policy alone. ``self.insert`` is for blocks
