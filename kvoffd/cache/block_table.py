@@ -126,11 +126,12 @@ class FoundKeys(NamedTuple):
     """[keys] ``MissReason`` of each, or FOUND; IN_A_TIER if a tier brings it up."""
 
     def limited(self, fresh: npt.NDArray[np.bool_], most: int, reason: int) -> FoundKeys:
-        """Return this with fewer READY keys: of the ``fresh`` ones only the first ``most``. The others are absent, for
-        this reason."""
-        states, kept = np.frombuffer(self.states, np.uint8).copy(), ~fresh
-        kept[np.flatnonzero(fresh)[:most]] = True  # those that are not fresh, and the first fresh ones
-        reasons, beyond = np.frombuffer(self.reasons, np.uint8).copy(), np.flatnonzero(states == READY)[~kept]
+        """Return this with fewer READY keys: of the ``fresh`` ones only the first ``most``. The others become absent,
+        for this reason. ``fresh``: [READY keys]."""
+        states, reasons = (np.frombuffer(one, np.uint8).copy() for one in (self.states, self.reasons))
+        kept = ~fresh
+        kept[np.flatnonzero(fresh)[:most]] = True
+        beyond = np.flatnonzero(states == READY)[~kept]
         states[beyond], reasons[beyond] = FREE, reason
         prefix = min(self.ready_prefix, leading(kept))
         ready, packed_states, packed_reasons = self.ready[kept], states.tobytes(), reasons.tobytes()
