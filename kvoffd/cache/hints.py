@@ -436,7 +436,7 @@ class HintedOrder:
             runs = [(len(list(run)), score) for score, run in groupby(scores)]
         if self._released or self._ended:
             lowest = -inf
-        elif self._retentions:
+        elif self._retentions:  # may go for keys with an infinite score only
             lowest = min(lowest, float_info.max)
         return Admission(runs, lowest)
 

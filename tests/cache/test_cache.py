@@ -722,6 +722,20 @@ def test_what_was_not_compared_is_found_wherever_it_is(monkeypatch: pytest.Monke
     assert (rig.cache.blocks.unverified_slots, rig.cache.integrity.next_unverified(9).size) == (0, 0)
 
 
+def test_one_step_looks_at_few_slots_for_those_that_were_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A large pool has very many, and the daemon does nothing else while it looks."""
+    monkeypatch.setattr("kvoffd.cache.integrity.LOOKED_AT_ONCE", 2)
+    monkeypatch.setattr("kvoffd.cache.integrity.LOOKS", 3)
+    rig = CacheRig(16, 16)
+    namespace = rig.open("a")
+    rig.store(namespace, keys_of(*range(15)))
+    rig.commit(rig.begin(namespace, 0, 0, keys_of(15)), checksum=0)
+    (last,) = rig.blocks(namespace, keys_of(15)).tolist()
+    assert last == 15
+    steps = [rig.cache.integrity.next_unverified(9).tolist() for _ in range(6)]
+    assert steps == [[], [], [15], [], [], [15]]
+
+
 def test_recovered_blocks_are_announced_unless_they_went(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvoffd.cache.block_life.RECOVERED_AT_ONCE", 2)
     rig = CacheRig(16, 4)
