@@ -156,11 +156,11 @@ def count_misses(namespace: Namespace, reasons: bytes | bytearray) -> None:
             namespace.counters.misses[MissReason(number)] += count
 
 
-def count_prompt(
+def settle_prompt(
     parts: Sequence[AskedKeys], outcome: PromptUse | None, reasons_now: Callable[[Chain, int], bytes]
 ) -> list[tuple[Chain, int]]:
-    """Count a prompt's keys, and decide the reasons of those that were missed. Returns its chains, each with the number
-    of leading keys that the engine had itself.
+    """Decide the reasons of a prompt's keys that were missed, and count all of its keys. Returns its chains, each with
+    the number of leading keys that the engine had itself.
 
     Without an outcome, found keys were not needed. ``reasons_now``: returns the reasons of a chain's keys from one on,
     as the block table remembers them by now.

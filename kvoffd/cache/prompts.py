@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvoffd.cache.asked_keys import AskedKeys, PromptUse, UncountedPrompts, count_prompt
+from kvoffd.cache.asked_keys import AskedKeys, PromptUse, UncountedPrompts, settle_prompt
 from kvoffd.cache.block_life import BlockLife
 from kvoffd.cache.block_table import READY, FoundKeys
 from kvoffd.cache.computing import Computing
@@ -80,7 +80,7 @@ class Prompts:
         counters.asked_tokens += tokens
         if reported:
             for prompt in self.uncounted.add(lease.session, lease.lease_id, asked):
-                self._count(prompt, None)
+                self._settle(prompt, None)
         if chains:
             self._unreported.append(_Unreported(namespace, chains, asked, prompt_hash, reported))
             if len(self._unreported) > MAX_UNREPORTED:
@@ -132,7 +132,7 @@ class Prompts:
         Returns the keys that were counted.
         """
         parts = self.uncounted.take(session, lease_id)
-        self._count(parts, outcome)
+        self._settle(parts, outcome)
         return parts
 
     def count_tokens(self, namespace: Namespace, session: int, lease_id: int, tokens: PromptTokens) -> dict[str, int]:
@@ -143,8 +143,8 @@ class Prompts:
             namespace.counters.prompt_tokens[source.kind] += count
         return {source.name: count for source, count in found.items()}
 
-    def _count(self, parts: Sequence[AskedKeys], outcome: PromptUse | None) -> None:
-        for chain, own in count_prompt(parts, outcome, self._reasons_from):
+    def _settle(self, parts: Sequence[AskedKeys], outcome: PromptUse | None) -> None:
+        for chain, own in settle_prompt(parts, outcome, self._reasons_from):
             group = chain.group
             if self.curve is not None and group.sizes and not (group.retired or group.namespace.of_bench):
                 self.curve.requested(chain, own)
@@ -168,4 +168,4 @@ class Prompts:
     def count_some_ended(self) -> None:
         """Count some prompts of sessions that are gone: what they found was not needed."""
         for prompt in self.uncounted.take_some():
-            self._count(prompt, None)
+            self._settle(prompt, None)
