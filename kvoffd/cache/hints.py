@@ -98,6 +98,14 @@ class HintedOrder:
     """The order of eviction: released blocks, those set aside whose retention has ended, the policy's, retained ones by
     priority.
 
+    | a READY block that                          | is in                            | by ``_hint_of``     |
+    |---------------------------------------------|----------------------------------|---------------------|
+    | has no hint, or had one that ended in time  | the policy's order               | 0, or an old number |
+    | is retained, and not next to be evicted     | the policy's order               | its retention       |
+    | is retained, and would have been evicted    | ``aside`` of its retention       | its retention       |
+    | was set aside, and its retention has ended  | the same, of one in ``_ended``   | its retention       |
+    | is released                                 | ``_released``                    | RELEASED            |
+
     Methods with a name of ``Policy``'s do the same.
 
     Args:
