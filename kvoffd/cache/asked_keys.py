@@ -156,11 +156,11 @@ def count_misses(namespace: Namespace, reasons: bytes | bytearray) -> None:
             namespace.counters.misses[MissReason(number)] += count
 
 
-def count_prompt(
+def settle_prompt(
     parts: Sequence[AskedKeys], outcome: PromptUse | None, reasons_now: Callable[[Chain, int], bytes]
 ) -> list[tuple[Chain, int]]:
-    """Count a prompt's keys, and decide the reasons of those that were missed. Returns its chains, each with the number
-    of leading keys that the engine had itself.
+    """Decide the reasons of a prompt's keys that were missed, and count all of its keys. Returns its chains, each with
+    the number of leading keys that the engine had itself.
 
     Without an outcome, found keys were not needed. ``reasons_now``: returns the reasons of a chain's keys from one on,
     as the block table remembers them by now.
@@ -171,7 +171,7 @@ def count_prompt(
             found = sum(map(part.reasons.count, (FOUND, CAME, IN_A_TIER, UNANSWERED_YET)))
             part.namespace.counters.covered_keys += found
         return [(_chain_of(part, 0), 0) for part in parts]
-    # Keys of a group that are still to be found in its parts: several lookups may have had parts of the prompt.
+    # Keys by group that are still to be found in its parts: several lookups may have had parts of the prompt.
     own, covered, coming = (Counter(dict(enumerate(each))) for each in (outcome.own, outcome.covered, outcome.coming))
     bounds: list[tuple[AskedKeys, int, int]] = []
     """Each part, the end of its covered keys, and of those behind them that were in the pool or coming."""
@@ -179,18 +179,13 @@ def count_prompt(
     for part in parts:
         assert part.chain is not None
         index, count = part.chain.group.index, len(part.reasons)
-        count_own = min(count, own[index])
-        chains.append((_chain_of(part, count_own), count_own))
-        covered_end = min(count, covered[index])
+        own_end, covered_end = _take(own, index, count), _take(covered, index, count)
+        chains.append((_chain_of(part, own_end), own_end))
+        coming_end = covered_end + _take(coming, index, count - covered_end)
         part.namespace.counters.covered_keys += covered_end
-        coming_end = min(count, covered_end + coming[index])
-        bounds.append((part, covered_end, coming_end))
-        own[index] = max(0, own[index] - count)
-        covered[index] -= covered_end
-        coming[index] -= coming_end - covered_end
-    for part, _, coming_end in bounds:
-        if outcome.unloaded is None and IN_A_TIER in part.reasons[coming_end:] and part.chain is not None:
+        if outcome.unloaded is None and IN_A_TIER in part.reasons[coming_end:]:
             _take_failed_reads(part.reasons, coming_end, reasons_now(part.chain, coming_end))
+        bounds.append((part, covered_end, coming_end))
     tables = _tables(outcome, b"".join([part.reasons[covered_end:] for part, covered_end, _ in bounds]))
     for part, covered_end, coming_end in bounds:
         reasons = part.reasons
@@ -199,6 +194,13 @@ def count_prompt(
         reasons[coming_end:] = reasons[coming_end:].translate(tables.behind)
         count_misses(part.namespace, reasons[covered_end:])
     return chains
+
+
+def _take(left: Counter[int], index: int, count: int) -> int:
+    """Take up to ``count`` of what is left of a group. Returns how many."""
+    taken = min(count, left[index])
+    left[index] -= taken
+    return taken
 
 
 def _chain_of(part: AskedKeys, own: int) -> Chain:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from heapq import nlargest
 from itertools import islice
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 if TYPE_CHECKING:
     from kvoffd.cache.hints import Wish
@@ -18,36 +18,30 @@ FORGOTTEN_AT_ONCE = 1024
 LARGEST = 8
 """Givers that lose keys at once, each half of them at most."""
 
-Name = tuple[int, bytes]
+GroupKey: TypeAlias = tuple[int, bytes]
 """A group's number, and a key."""
 
 
 class Awaited(NamedTuple):
     until: float
     wish: Wish
-    names: dict[Name, None]
-    """All keys of its session and giver."""
+    of_giver: dict[GroupKey, None]
+    """All awaited keys of its session and giver, this one included."""
 
 
-class AwaitedKeys:
-    """Wishes by group and key, the oldest first, each until a time."""
+class AwaitedKeys(dict[GroupKey, Awaited]):
+    """Awaited keys, the oldest first, each for a wish and until a time. Only its methods change it."""
 
     def __init__(self) -> None:
-        self._of: dict[Name, Awaited] = {}
-        self._of_session: dict[int, dict[int, dict[Name, None]]] = {}
+        super().__init__()
+        self._of_session: dict[int, dict[int, dict[GroupKey, None]]] = {}
         """Keys by session and giver."""
         self._count: Counter[int] = Counter()
-        """Keys by session."""
-
-    def __len__(self) -> int:
-        return len(self._of)
-
-    def get(self, name: Name) -> Wish | None:
-        return found.wish if (found := self._of.get(name)) is not None else None
+        """Number of keys by session."""
 
     def add(
         self,
-        names: Sequence[Name],
+        keys: Sequence[GroupKey],
         wish: Wish,
         until: float,
         most: int,
@@ -56,37 +50,37 @@ class AwaitedKeys:
         """Await keys for a wish, up to ``most`` of its giver. ``join`` makes one wish of an older one and this. Returns
         how many are not awaited."""
         over, session = 0, wish.session
-        own = self._of_session.setdefault(session, {}).setdefault(wish.payer, {})
-        for name in names:
-            if (old := self._of.pop(name, None)) is not None:
-                self._of[name] = old._replace(until=until, wish=join(old.wish, wish))
-            elif len(own) >= most:
+        of_giver = self._of_session.setdefault(session, {}).setdefault(wish.payer, {})
+        for key in keys:
+            if (old := self.pop(key, None)) is not None:
+                self[key] = old._replace(until=until, wish=join(old.wish, wish))
+            elif len(of_giver) >= most:
                 over += 1
             else:
-                self._of[name] = Awaited(until, wish, own)
-                own[name] = None
+                self[key] = Awaited(until, wish, of_giver)
+                of_giver[key] = None
                 self._count[session] += 1
         self._drop_empty(session, wish.payer)
-        if (excess := len(self._of) - MAX_AWAITED) > 0:
+        if (excess := len(self) - MAX_AWAITED) > 0:
             self._drop(excess)
         return over
 
     def _drop(self, excess: int) -> None:
         """Drop keys of the session with the most: the last ones of its largest givers, else the oldest."""
         session = max(self._count, key=self._count.__getitem__)
-        for names in nlargest(LARGEST, self._of_session[session].values(), key=len):
-            for name in list(islice(reversed(names), min(excess, len(names) // 2))):
-                self.take(name)
+        for of_giver in nlargest(LARGEST, self._of_session[session].values(), key=len):
+            for key in list(islice(reversed(of_giver), min(excess, len(of_giver) // 2))):
+                self.take(key)
                 excess -= 1
-        oldest = (name for name, one in self._of.items() if one.wish.session == session)
-        for name in list(islice(oldest, excess)):
-            self.take(name)
+        oldest = (key for key, one in self.items() if one.wish.session == session)
+        for key in list(islice(oldest, excess)):
+            self.take(key)
 
-    def take(self, name: Name) -> Wish | None:
+    def take(self, key: GroupKey) -> Wish | None:
         """Remove a key. Returns its wish, if it has one."""
-        if (found := self._of.pop(name, None)) is None:
+        if (found := self.pop(key, None)) is None:
             return None
-        del found.names[name]
+        del found.of_giver[key]
         wish = found.wish
         self._count[wish.session] -= 1
         self._drop_empty(wish.session, wish.payer)
@@ -100,7 +94,7 @@ class AwaitedKeys:
 
     def expire(self, now: float) -> None:
         """Forget some keys whose time is over."""
-        for name, one in list(islice(self._of.items(), FORGOTTEN_AT_ONCE)):
+        for key, one in list(islice(self.items(), FORGOTTEN_AT_ONCE)):
             if one.until > now:
                 break
-            self.take(name)
+            self.take(key)

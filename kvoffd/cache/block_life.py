@@ -37,8 +37,8 @@ Rules of access:
    ends it exactly once by ``publish`` or ``end_writes``, even if the block was dropped or its namespace reset.
 4. Without a pin or a write of one's own, a slot may hold another block by the next call. Who remembers a slot compares
    the sequence number of its record.
-5. ``BlockTable.oldest`` may reorder a group's list (``older``, ``newer``). ``prompt`` is set by ``Cache.lookup`` and
-   ``BlockStores``.
+5. ``BlockTable.oldest`` may reorder a group's list (``older``, ``newer``). ``prompt`` and ``last_prompt`` are set by
+   ``Cache.lookup`` and ``BlockStores``.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class BlockLife:
             began, the oldest first.
         quarantined_slots, quarantined_bytes: slots that hold wrong bytes and are not used again.
         unannounced: [slots] whether it is a recovered block that was not reported to the listener yet.
-        ready_left: whether READY blocks left the index since the last ``Prompts.report``.
+        lost_ready: whether READY blocks have left the index since the last ``Prompts.report``.
     """
 
     def __init__(
@@ -111,9 +111,9 @@ class BlockLife:
         self.partial: dict[int, float] = {}
         self.quarantined_slots = self.quarantined_bytes = 0
         self.unannounced = np.zeros(len(blocks.state), np.bool_)
-        self.ready_left = False
+        self.lost_ready = False
         self._events, self._clock = events, clock
-        self._bytes_in = blocks.by_state.bytes
+        self._bytes_by_state = blocks.by_state.bytes
         """Bytes of all blocks by state, including those of forgotten namespaces."""
         self._sole_of: dict[int, int] = {}
         """WRITING blocks that a store with a ``sole`` number began, and the number; see ``set_sole``."""
@@ -121,7 +121,7 @@ class BlockLife:
 
     @property
     def usage(self) -> PoolUsage:
-        writing, ready, dropped = (self._bytes_in[state] for state in (WRITING, READY, DROPPED))
+        writing, ready, dropped = (self._bytes_by_state[state] for state in (WRITING, READY, DROPPED))
         pinned = self.blocks.pinned_bytes, self.blocks.pinned_blocks
         return PoolUsage(self.slots.free_bytes, writing, ready, dropped, self.quarantined_bytes, *pinned)
 
@@ -316,7 +316,7 @@ class BlockLife:
 
     def return_unpinned(self, unpinned: BlockIds) -> None:
         """Return the slots of the DROPPED ones of blocks that are not pinned any more."""
-        if self._bytes_in[DROPPED]:
+        if self._bytes_by_state[DROPPED]:
             self._return_dropped(unpinned[self.blocks.state[unpinned] == DROPPED])
 
     def _remove(self, group: Group, state: int, blocks: BlockIds, reason: MissReason | None = None) -> None:
@@ -334,7 +334,7 @@ class BlockLife:
 
     def _report_removed(self, group: Group, blocks: BlockIds, packed_keys: bytes) -> None:
         """Report to policy and listener that READY blocks are gone."""
-        self.ready_left = True
+        self.lost_ready = True
         self.order.remove(group, blocks, packed_keys)
         keys = np.frombuffer(packed_keys, group.namespace.key_type)
         if self._to_announce.size:  # some may never have been reported
@@ -379,7 +379,7 @@ class BlockLife:
 
     def record_unswept(self, group: Group, keys: bytes) -> None:
         """Record which of these keys a reset took from a group, as ``sweep`` does when it reaches their blocks."""
-        for number in self.unswept.keys() & group.unswept:
+        for number in self.unswept.keys() & group.unswept_before:
             states, _ = self.blocks.find(self.unswept[number], keys)
             gone = np.flatnonzero(np.frombuffer(states, np.uint8) != FREE)
             self._record_reset(group, select_keys(keys, gone, group.key_bytes))

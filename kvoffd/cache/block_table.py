@@ -100,13 +100,13 @@ class StoreVerdict(IntEnum):
     """Action that a store takes for a key."""
 
     PRESENT = 0
-    """None: the rank's shard is written, or being written."""
+    """Do nothing: the rank's shard is written, or being written."""
     ABSENT = 1
     """Make a block: the key has none."""
     JOIN = 2
     """Write the rank's shard, which the key's block lacks."""
     DUPLICATE = 3
-    """None: an earlier index has the same key, which is to be written."""
+    """Do nothing: an earlier index has the same key, which is to be written."""
     NARROW = 4
     """Replace the block, which begins later than the offered one and is not in use."""
 
@@ -126,11 +126,12 @@ class FoundKeys(NamedTuple):
     """[keys] ``MissReason`` of each, or FOUND; IN_A_TIER if a tier brings it up."""
 
     def limited(self, fresh: npt.NDArray[np.bool_], most: int, reason: int) -> FoundKeys:
-        """Return this with fewer READY keys: of the ``fresh`` ones only the first ``most``. The others are absent, for
-        this reason."""
-        states, kept = np.frombuffer(self.states, np.uint8).copy(), ~fresh
-        kept[np.flatnonzero(fresh)[:most]] = True  # those that are not fresh, and the first fresh ones
-        reasons, beyond = np.frombuffer(self.reasons, np.uint8).copy(), np.flatnonzero(states == READY)[~kept]
+        """Return this with fewer READY keys: of the ``fresh`` ones only the first ``most``. The others become absent,
+        for this reason. ``fresh``: [READY keys]."""
+        states, reasons = (np.frombuffer(one, np.uint8).copy() for one in (self.states, self.reasons))
+        kept = ~fresh
+        kept[np.flatnonzero(fresh)[:most]] = True
+        beyond = np.flatnonzero(states == READY)[~kept]
         states[beyond], reasons[beyond] = FREE, reason
         prefix = min(self.ready_prefix, leading(kept))
         ready, packed_states, packed_reasons = self.ready[kept], states.tobytes(), reasons.tobytes()
@@ -197,7 +198,7 @@ class BlockTable(Structure):
         self.prompt = np.zeros(slots, np.uint64)
         """[blocks] number of the prompt that last looked the block up, or of the one whose store made it."""
         self.last_prompt = 0
-        """Number of the last prompt that was looked up, or whose store began."""
+        """Number of the latest prompt that was looked up, or whose store began: a newer one has a higher number."""
         self._native = native()
         self._counts = array("Q", bytes(8 * 2))
         """The largest results that C writes there: ``struct found`` and ``struct ended`` of blocks.c."""
@@ -244,11 +245,6 @@ class BlockTable(Structure):
         ready, ready_prefix = self._counts
         states, reasons = self._bytes[:count].tobytes(), self._bytes[count : 2 * count].tobytes()
         return FoundKeys(states, self._numbers[:ready].copy(), self.leased_bytes - leased_bytes, ready_prefix, reasons)
-
-    def new_prompt(self) -> int:
-        """Return the number of one more prompt."""
-        self.last_prompt += 1
-        return self.last_prompt
 
     def judge(self, group: Group, keys: bytes, rank: int, first_blocks: Mapping[int, int]) -> tuple[bytes, BlockIds]:
         """Return a ``StoreVerdict`` for each key that a rank stores, and the key's block, NO_BLOCK if it has none.

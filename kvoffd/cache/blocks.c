@@ -47,7 +47,7 @@ void kvoffd_blocks_close(struct blocks *x)
     close_index(&x->index);
 }
 
-/* Finds up to TOGETHER concatenated keys: their hashes, states and blocks, NONE for absent keys. */
+/* Looks up to TOGETHER concatenated keys up: writes their hashes, states and blocks, NONE for absent keys. */
 static void find_some(const struct blocks *x, uint32_t group, const uint8_t *keys, uint64_t count, uint64_t key_bytes,
                       uint64_t *hashed, uint8_t *states, uint32_t *blocks)
 {
@@ -135,7 +135,7 @@ uint64_t kvoffd_blocks_end_lease(struct blocks *x, const uint32_t *blocks, uint6
     return kvoffd_blocks_unpin(x, blocks, count);
 }
 
-/* Returns the reason why an absent key left; 0 if it never did, nor another of this place. */
+/* Returns the reason why an absent key left; FORGOTTEN if another key has its word, 0 if none has. */
 static uint64_t reason_of(const struct blocks *x, uint64_t hashed)
 {
     uint64_t there = x->misses[hashed & (MISSES - 1)];
@@ -253,8 +253,8 @@ uint64_t kvoffd_blocks_oldest(struct blocks *x, const struct block_group *g, uin
     return found;
 }
 
-/* Makes blocks of free slots, [count][ranks], for absent keys: their records name the namespace and its group, and all
- * shards are still to be written. Returns how many: fewer if a key is present, or a slot is not free. */
+/* Makes WRITING blocks of a group for absent keys in free slots, [count][ranks]. Their records name the namespace and the
+ * group already. Returns how many: fewer if a key is present, or a slot is not free. */
 static uint64_t enter(struct blocks *x, const struct block_group *g, const uint32_t *slots, uint64_t count,
                       const uint8_t *keys)
 {
@@ -436,7 +436,7 @@ static void end_dropped(struct blocks *x, const struct block_group *g, uint32_t 
         x->numbers[ended->slots++] = at;
         x->unverified_slots -= (x->shard[at] & UNVERIFIED) != 0;
         ended->corrupt += (x->shard[at] & CORRUPT) != 0;
-        x->state[at] = x->shard[at] & CORRUPT ? NOT_FIRST : FREE;
+        x->state[at] = x->shard[at] & CORRUPT ? NOT_FIRST : FREE; /* NOT_FIRST: no new block may get it */
         x->shard[at] &= CORRUPT;
         at = next;
     } while (at != block);
@@ -514,7 +514,7 @@ enum { CHOSEN = 1, PASSED, REGIONS_COMPARED = 16 };
 struct choice {
     struct blocks *x;
     const struct slots *slots;
-    uint64_t older_than; /* of the blocks that were not met, only those of older prompts go with a region */
+    uint64_t older_than; /* of the blocks that `order` does not have, only those of older prompts go with a region */
     const uint32_t *hints, *retentions; /* by block, the number of its hint; numbers of hints that retain, ascending */
     uint64_t count_retentions;
     uint64_t sizes, found, most_found, passed_pages, met;
@@ -522,8 +522,8 @@ struct choice {
         uint64_t bytes;
         int64_t lacking; /* slots */
     } size[MAX_RANKS];
-    uint32_t *passed; /* by region, slots of blocks that were skipped */
-    uint32_t *regions, *is_met; /* regions that had any, in the order in which they were met; by region, whether it is one */
+    uint32_t *passed; /* by region, slots of blocks that were skipped and are not chosen */
+    uint32_t *regions, *is_met; /* regions in which a block was skipped, in that order; by region, whether it is one */
 };
 
 static int64_t *lacking_of(struct choice *c, uint32_t slot)
@@ -622,8 +622,8 @@ static int is_retained(const struct choice *c, uint32_t block)
     return 0;
 }
 
-/* Returns whether all blocks of a region can be evicted: those that were met in the order, and, unless `met_only`,
- * others that nothing protects. */
+/* Returns whether all blocks of a region can be evicted: those that were skipped or chosen, and, unless `met_only`, others
+ * that nothing protects. */
 static int can_go(const struct choice *c, uint64_t region, int met_only)
 {
     const struct slots *slots = c->slots;
@@ -641,8 +641,8 @@ static int can_go(const struct choice *c, uint64_t region, int met_only)
     return c->found + count <= c->most_found;
 }
 
-/* Chooses all blocks of the region with the largest part skipped, among those of the first regions met that can go;
- * returns whether there is one. */
+/* Chooses all blocks of a region: of the first REGIONS_COMPARED with skipped blocks, the one of which the largest part was
+ * skipped among those that can go. Returns whether there is one. */
 static int choose_region(struct choice *c, int met_only)
 {
     const struct slots *slots = c->slots;

@@ -23,7 +23,7 @@ import numpy.ma  # otherwise the loop's first np.unique or np.isin imports it, i
 
 from kvoffd.cache.asked_keys import AskedKeys
 from kvoffd.cache.block_life import BlockLife
-from kvoffd.cache.block_table import FREE, NO_BLOCKS, READY, BlockTable, FoundKeys, ready_of
+from kvoffd.cache.block_table import FREE, NO_BLOCKS, READY, BlockTable, FoundKeys
 from kvoffd.cache.hooks import CacheListener, TierHooks
 from kvoffd.cache.integrity import Integrity
 from kvoffd.cache.leases import Leases
@@ -138,19 +138,17 @@ class Cache:
         try:
             for index, keys in groups:  # of a new lease the same call of C leases the READY blocks
                 found.append(self.blocks.lookup(namespace.groups[index], keys, lease=is_new))
-            prompt = self.blocks.new_prompt()
+            self.blocks.last_prompt += 1
             for at, (index, keys) in enumerate(groups):
                 group = namespace.groups[index]
                 found[at] = of_group = self.life.since_reset(group, keys, found[at])
-                self.blocks.prompt[of_group.ready] = prompt
+                self.blocks.prompt[of_group.ready] = self.blocks.last_prompt
                 self.order.asked(group, keys, of_group.states, of_group.ready, giver)
             if self.life.tiers is not None:
                 found = self._find_below(self.life.tiers, lease, groups, found, asked)
         except BaseException:
-            if is_new:  # its blocks are leased, but it is not among the leases yet, which would end them
-                self.life.return_unpinned(self.blocks.end_lease(ready_of(found)))
-                if self.life.tiers is not None:
-                    self.life.tiers.lease_ended(lease)
+            if is_new:
+                self.leases.discard(lease, found)
             raise
         found = self.leases.give(lease, found, pinned_before, is_new=is_new)
         if asked is not None:
@@ -168,7 +166,7 @@ class Cache:
         """Request what the pool lacks from the tiers. Returns what was found, with the states of keys that come up."""
         states = [of_group.states for of_group in found]
         is_complete = sum([len(of_group.ready) for of_group in found]) == sum(map(len, states))
-        if is_complete and not lease.coming:  # else the tiers set its ``wait_s`` again
+        if is_complete and not lease.coming:  # while some are coming, the tiers must estimate its ``wait_s`` again
             return found
         tier_states = tiers.find(lease, groups, states, asked)
         return [of_group.with_coming(shown) for of_group, shown in zip(found, tier_states, strict=True)]

@@ -98,6 +98,14 @@ class HintedOrder:
     """The order of eviction: released blocks, those set aside whose retention has ended, the policy's, retained ones by
     priority.
 
+    | a READY block that                          | is in                            | by ``_hint_of``     |
+    |---------------------------------------------|----------------------------------|---------------------|
+    | has no hint, or had one that ended in time  | the policy's order               | 0, or an old number |
+    | is retained, and not next to be evicted     | the policy's order               | its retention       |
+    | is retained, and would have been evicted    | ``aside`` of its retention       | its retention       |
+    | was set aside, and its retention has ended  | the same, of one in ``_ended``   | its retention       |
+    | is released                                 | ``_released``                    | RELEASED            |
+
     Methods with a name of ``Policy``'s do the same.
 
     Args:
@@ -169,16 +177,16 @@ class HintedOrder:
                 joined[old] = found = old.joined(new)
             return found
 
-        names = [(group.number, key) for key in absent]
+        keys = [(group.number, key) for key in absent]
         most = self._most_bytes // max(1, group.block_bytes)
-        over = self._awaited.add(names, wish, self._clock() + AWAITED_S, most, join)
+        over = self._awaited.add(keys, wish, self._clock() + AWAITED_S, most, join)
         group.namespace.counters.unretained_blocks += over
         self._retain(wish, group, ready)
 
     def release(self, giver: int, group: Group, blocks: BlockIds) -> None:
         """End what this giver retained of READY blocks, root first. Release those for which no other has asked."""
         blocks = blocks[::-1]
-        own = np.array([one is None or one.wish.giver == giver != ANY for one in self._live_of(blocks)], np.bool_)
+        own = np.array([one is None or one.wish.giver == giver != ANY for one in self._retentions_of(blocks)], np.bool_)
         alone = self._askers.are_alone(blocks, giver)
         released, others = blocks[own & alone], blocks[own & ~alone]
         ended = others[self.are_retained(others)]
@@ -313,7 +321,7 @@ class HintedOrder:
         if not self._retained_bytes_of[wish.session]:
             del self._retained_bytes_of[wish.session]
 
-    def _live_of(self, blocks: BlockIds) -> list[Retention | None]:
+    def _retentions_of(self, blocks: BlockIds) -> list[Retention | None]:
         """Return each block's retention, if it has one that has not ended."""
         return [self._retentions.get(number) for number in self._hint_of[blocks].tolist()]
 
@@ -368,17 +376,18 @@ class HintedOrder:
             self.end_lapsed()
             for group, _, ready, *_ in chains:
                 if self._hint_of[ready].any():
-                    self._found(group, ready)
+                    self._return_to_policy(group, ready)
         self._policy.requested(chains)
 
-    def _found(self, group: Group, ready: BlockIds) -> None:
-        retained = self.are_retained(ready)
-        group.namespace.counters.retained_found_keys += int(retained.sum())
-        others, back = ready[~retained], []
-        for number, at in _by_number(self._hint_of[ready[retained]]):
+    def _return_to_policy(self, group: Group, found: BlockIds) -> None:
+        """Return found blocks to the policy's order if they have left it. Those that are retained stay retained."""
+        are_retained = self.are_retained(found)
+        group.namespace.counters.retained_found_keys += int(are_retained.sum())
+        retained, others, outside = found[are_retained], found[~are_retained], list[int]()
+        for number, at in _by_number(self._hint_of[retained]):
             if aside := self._retentions[number].aside:
-                back += [block for block in ready[retained][at].tolist() if aside.pop(block, False)]
-        self._insert(group, np.concatenate([np.array(back, np.uint32), others[self._unmark(group, others)]])[::-1])
+                outside += [block for block in retained[at].tolist() if aside.pop(block, False)]
+        self._insert(group, np.concatenate([np.array(outside, np.uint32), others[self._unmark(group, others)]])[::-1])
 
     def _insert(self, group: Group, blocks: BlockIds) -> None:
         if blocks.size:
@@ -420,7 +429,7 @@ class HintedOrder:
 
     def make_newest(self, blocks: BlockIds) -> None:
         """Move blocks to the end of the policy's order. Retained ones keep their hints."""
-        hints = list(zip(blocks.tolist(), self._live_of(blocks), strict=True))
+        hints = list(zip(blocks.tolist(), self._retentions_of(blocks), strict=True))
         others = [block for block, hint in hints if hint is None]
         retained = [block for block, hint in hints if hint is not None and block not in hint.aside]
         # ``self.remove`` ends hints, so that retained blocks move in the policy alone. ``self.insert`` is for blocks
@@ -444,17 +453,17 @@ class HintedOrder:
             runs = [(len(list(run)), score) for score, run in groupby(scores)]
         if self._released or self._ended:
             lowest = -inf
-        elif self._retentions:
+        elif self._retentions:  # may go for keys with an infinite score only
             lowest = min(lowest, float_info.max)
         return Admission(runs, lowest)
 
     def first(self, count: int, below: float = inf) -> BlockIds:
+        if not self._has_hints:
+            return self._policy.first(count, below)
         self.end_lapsed()
         return self._first(count, below)
 
     def _first(self, count: int, below: float) -> BlockIds:
-        if not self._has_hints:
-            return self._policy.first(count, below)
         ended = (one.aside for one in self._ended.values())
         early = _first_of(chained(self._released, chained.from_iterable(ended)), count)
         order, left = [early], count - len(early)
@@ -477,8 +486,9 @@ class HintedOrder:
     def candidates(self, below: float = inf) -> Iterator[BlockIds]:
         """Yield all that ``first`` returns in batches. Any change of the order ends the iteration."""
         self.end_lapsed()  # once, as it changes the order
+        first = self._first if self._has_hints else self._policy.first
         given, most = NO_BLOCKS, BATCH
-        while (found := self._first(most, below)).size > given.size:
+        while (found := first(most, below)).size > given.size:
             # What was set aside may have moved others in the order of ``arc``.
             same = np.array_equal(found[: given.size], given)
             yield found[given.size :] if same else found[~np.isin(found, given)]

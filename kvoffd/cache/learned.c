@@ -819,23 +819,38 @@ static uint64_t walk(struct learned *l, uint32_t first, uint32_t *blocks, uint64
     }
 }
 
-/* The same in the order of an LRU: the oldest span of all cells first. */
+/* Moves a span of a heap, whose first one is the oldest, down to its place. */
+static void sink(const struct learned *l, uint32_t *heap, uint32_t count, uint32_t at)
+{
+    uint32_t number = heap[at];
+
+    for (uint32_t child; (child = 2 * at + 1) < count; at = child) {
+        if (child + 1 < count && l->spans[heap[child + 1]].since < l->spans[heap[child]].since)
+            child++;
+        if (l->spans[number].since <= l->spans[heap[child]].since)
+            break;
+        heap[at] = heap[child];
+    }
+    heap[at] = number;
+}
+
+/* Writes blocks as `walk` does, in the order of an LRU: the oldest span of all cells first. */
 static uint64_t walk_by_age(struct learned *l, uint32_t *blocks, uint64_t most)
 {
-    uint32_t next[CELLS], found = 0;
+    uint32_t next[CELLS], cells = 0; /* a heap of the next span of each cell that has one */
+    uint64_t found = 0;
 
     for (int cell = 0; cell < CELLS; cell++)
-        next[cell] = l->cells[cell].first;
-    for (;;) {
-        int oldest = -1;
-        for (int cell = 0; cell < CELLS; cell++)
-            if (next[cell] && (oldest < 0 || l->spans[next[cell]].since < l->spans[next[oldest]].since))
-                oldest = cell;
-        if (oldest < 0 || found == most)
-            return found;
-        found = walk(l, next[oldest], blocks, found, most);
-        next[oldest] = l->spans[next[oldest]].next;
+        if (l->cells[cell].first)
+            next[cells++] = l->cells[cell].first;
+    for (uint32_t at = cells / 2; at--;)
+        sink(l, next, cells, at);
+    while (cells && found < most) {
+        found = walk(l, next[0], blocks, found, most);
+        next[0] = l->spans[next[0]].next ? l->spans[next[0]].next : next[--cells];
+        sink(l, next, cells, 0);
     }
+    return found;
 }
 
 /* Writes up to `most` blocks with scores below `below`, in eviction order; returns how many. */

@@ -125,6 +125,12 @@ class Leases:
             self.end_all([lease])
         return found
 
+    def discard(self, lease: Lease, found: list[FoundKeys]) -> None:
+        """End a new lease that was never given what its lookup ``found`` and leased."""
+        self._life.return_unpinned(self._blocks.end_lease(ready_of(found)))
+        if self._life.tiers is not None:
+            self._life.tiers.lease_ended(lease)
+
     def _enter(self, lease: Lease) -> None:
         namespaces = self.by_session.setdefault(lease.session, {})
         if (held := namespaces.get(lease.namespace)) is None:

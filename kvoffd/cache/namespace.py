@@ -336,8 +336,9 @@ class Group:
         """Whether its namespace was reset or forgotten: its blocks are not found any more."""
         self.predecessors: tuple[Group, ...] = ()
         """The same group before the last resets, the latest first."""
-        self.unswept: list[int] = []
-        """Numbers of all groups before it, not only those in ``predecessors``, that may be in ``BlockLife.unswept``."""
+        self.unswept_before: list[int] = []
+        """Numbers of the groups before it, not only ``predecessors``, that were in ``BlockLife.unswept`` at the reset
+        which made it."""
         at_of_namespace = ctypes.addressof(namespace.by_state)
         self._blocks = _GroupBlocks(at_of_namespace=at_of_namespace, oldest=NO_BLOCK, newest=NO_BLOCK)
         self.by_state: StateCounts = self._blocks.by_state

@@ -45,7 +45,7 @@ class OpenNamespaces(dict[bytes, Namespace]):
             known.check_same(namespace.world_size, namespace.key_bytes, namespace.specs)
             return known, False
         self[namespace.fingerprint] = namespace
-        self._set_number(namespace, self._next_number)
+        self._make_groups(namespace, self._next_number)
         self._events.cleared(namespace)
         return namespace, True
 
@@ -70,12 +70,12 @@ class OpenNamespaces(dict[bytes, Namespace]):
     def renumber(self, namespace: Namespace) -> None:
         """Give a namespace that is reset a new number and new groups, and retire the old ones. ``save`` afterwards."""
         old = namespace.groups
-        self._set_number(namespace, self._next_number)
+        self._make_groups(namespace, self._next_number)
         for group, successor in zip(old, namespace.groups, strict=True):
             self._life.retire(group)
             successor.set_sizes(group.lengths, group.sizes)
-            numbers = (*group.unswept, group.number)
-            successor.unswept = [number for number in numbers if number in self._life.unswept]
+            numbers = (*group.unswept_before, group.number)
+            successor.unswept_before = [number for number in numbers if number in self._life.unswept]
             successor.predecessors = (group, *group.predecessors)[:KNOWN_RESETS]
             group.predecessors = ()  # else every earlier group would live as long as the namespace
 
@@ -106,7 +106,7 @@ class OpenNamespaces(dict[bytes, Namespace]):
                 namespace.describe_shards(rank, tuple(cast(Shards, sizes)))
         namespace.generation = record.generation
         self[namespace.fingerprint] = namespace
-        self._set_number(namespace, record.number)
+        self._make_groups(namespace, record.number)
         self._set_sizes(namespace)
         return namespace.groups
 
@@ -125,8 +125,8 @@ class OpenNamespaces(dict[bytes, Namespace]):
             self._warned_of_no_space = True
             logger.warning("Too many namespaces (%d) to persist: %d are lost at a restart.", count, count - len(kept))
 
-    def _set_number(self, namespace: Namespace, number: int) -> None:
-        """Set the namespace's number and give it new groups for its blocks, without sizes."""
+    def _make_groups(self, namespace: Namespace, number: int) -> None:
+        """Give a namespace new groups, without sizes, and the number by which records name it."""
         namespace.number = number
         self._next_number = max(self._next_number, number + 1)
         first, self._next_group = self._next_group, self._next_group + len(namespace.specs)

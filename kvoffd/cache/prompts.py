@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvoffd.cache.asked_keys import AskedKeys, PromptUse, UncountedPrompts, count_prompt
+from kvoffd.cache.asked_keys import AskedKeys, PromptUse, UncountedPrompts, settle_prompt
 from kvoffd.cache.block_life import BlockLife
 from kvoffd.cache.block_table import READY, FoundKeys
 from kvoffd.cache.computing import Computing
@@ -22,8 +22,8 @@ MAX_UNREPORTED = 8
 """Lookups that may wait for ``report``; one more reports the oldest."""
 
 
-class _LookedUp(NamedTuple):
-    """A lookup that ``report`` has yet to report."""
+class _Unreported(NamedTuple):
+    """A lookup that waits for ``report``."""
 
     namespace: Namespace
     chains: list[Chain]
@@ -47,7 +47,7 @@ class Prompts:
         self._life = life
         self.watchers: list[Callable[[Sequence[Chain]], None]] = []
         self.curve: HitRatioCurve | None = None
-        self._looked_up: deque[_LookedUp] = deque()
+        self._unreported: deque[_Unreported] = deque()
         """The oldest first."""
         self.uncounted = UncountedPrompts()
         self._uncounted_loads = UncountedLoads()
@@ -80,23 +80,23 @@ class Prompts:
         counters.asked_tokens += tokens
         if reported:
             for prompt in self.uncounted.add(lease.session, lease.lease_id, asked):
-                self._count(prompt, None)
+                self._settle(prompt, None)
         if chains:
-            self._looked_up.append(_LookedUp(namespace, chains, asked, prompt_hash, reported))
-            if len(self._looked_up) > MAX_UNREPORTED:
+            self._unreported.append(_Unreported(namespace, chains, asked, prompt_hash, reported))
+            if len(self._unreported) > MAX_UNREPORTED:
                 self._report_oldest()
 
     def report(self) -> None:
         """Report lookups to the tiers and, except a bench's, to the policy, the curve and the watchers. Call it after
         the replies are sent."""
-        while self._looked_up:
+        while self._unreported:
             self._report_oldest()
-        self._life.ready_left = False
+        self._life.lost_ready = False
 
     def _report_oldest(self) -> None:
-        namespace, looked_up, asked, prompt_hash, reported = self._looked_up.popleft()
-        chains = [chain for chain in looked_up if not chain.group.retired]
-        if self._life.ready_left:
+        namespace, chains, asked, prompt_hash, reported = self._unreported.popleft()
+        chains = [chain for chain in chains if not chain.group.retired]
+        if self._life.lost_ready:
             states = self._life.blocks.state
             chains = [chain._replace(ready=chain.ready[states[chain.ready] == READY]) for chain in chains]
         ready = [chain.ready for chain in chains if chain.ready.size]
@@ -132,7 +132,7 @@ class Prompts:
         Returns the keys that were counted.
         """
         parts = self.uncounted.take(session, lease_id)
-        self._count(parts, outcome)
+        self._settle(parts, outcome)
         return parts
 
     def count_tokens(self, namespace: Namespace, session: int, lease_id: int, tokens: PromptTokens) -> dict[str, int]:
@@ -143,8 +143,8 @@ class Prompts:
             namespace.counters.prompt_tokens[source.kind] += count
         return {source.name: count for source, count in found.items()}
 
-    def _count(self, parts: Sequence[AskedKeys], outcome: PromptUse | None) -> None:
-        for chain, own in count_prompt(parts, outcome, self._reasons_from):
+    def _settle(self, parts: Sequence[AskedKeys], outcome: PromptUse | None) -> None:
+        for chain, own in settle_prompt(parts, outcome, self._reasons_from):
             group = chain.group
             if self.curve is not None and group.sizes and not (group.retired or group.namespace.of_bench):
                 self.curve.requested(chain, own)
@@ -168,4 +168,4 @@ class Prompts:
     def count_some_ended(self) -> None:
         """Count some prompts of sessions that are gone: what they found was not needed."""
         for prompt in self.uncounted.take_some():
-            self._count(prompt, None)
+            self._settle(prompt, None)

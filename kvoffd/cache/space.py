@@ -53,7 +53,7 @@ class Space:
                 if self._slots.free_bytes >= group.block_bytes:
                     slots = self._life.make(group, left, wanted)
                 if not len(slots):  # free some and try again, or give the slots of other blocks to new ones at once
-                    if self._life.unswept and not has_swept:
+                    if self._life.unswept and not has_swept:  # once: the slots may have other sizes
                         has_swept = True
                         self._sweep_for(group, wanted)
                         continue
@@ -64,10 +64,9 @@ class Space:
                     victims = self.victims.next_if_all_of(group, wanted, below, older_than)
                     if victims is None:
                         victims = self.victims.for_space(group, wanted, below, older_than)
-                        if not victims.size:
-                            break
                         self._life.evict(victims)
-                        continue
+                        if victims.size:
+                            continue
                     if not victims.size:
                         break
                     count = min(count, made + len(victims))  # if they are fewer, nothing else can be evicted

@@ -131,23 +131,24 @@ class BlockStores:
         A prompt continues with the number of the block before one of its chains, in any group. It gets a new one if no
         such block is known, and 0, so that nothing of it is stored, if that block got no space.
         """
-        size, of_chains = namespace.key_bytes, list[list[int]]()
-        known: dict[int, int] = {}
-        """Number of each prompt of the store that continues."""
+        size, labels_of_chains = namespace.key_bytes, list[list[int]]()
+        continued: dict[int, int] = {}
+        """Numbers of prompts that continue, by the labels that they have in ``StorePart.prompts``."""
         for part in parts:
             starts = part.starts or (0,)
-            prompts = list(part.prompts or range(len(starts)))
+            labels = list(part.prompts or range(len(starts)))
             before = self._prompts_before(namespace.groups[part.group], part.before) if part.before else {}
             for at, start in enumerate(starts):
                 if at and part.before.get(start) == part.keys[(start - 1) * size : start * size]:
-                    prompts[at] = prompts[at - 1]  # it continues the chain that ends there
+                    labels[at] = labels[at - 1]  # it continues the chain that ends there
                 elif start in before:
-                    known[prompts[at]] = min(before[start], known.get(prompts[at], ANY_PROMPT))
-            of_chains.append(prompts)
-        new, found = self._blocks.new_prompt(), list[PromptNumbers]()
-        for part, prompts in zip(parts, of_chains, strict=True):
+                    continued[labels[at]] = min(before[start], continued.get(labels[at], ANY_PROMPT))
+            labels_of_chains.append(labels)
+        new, found = self._blocks.last_prompt + 1, list[PromptNumbers]()
+        self._blocks.last_prompt = new  # the number of all that begin here
+        for part, labels in zip(parts, labels_of_chains, strict=True):
             chain_lengths = np.diff([*(part.starts or (0,)), len(part.keys) // size])
-            numbers = np.array([known.get(prompt, new) for prompt in prompts], np.uint64)
+            numbers = np.array([continued.get(label, new) for label in labels], np.uint64)
             found.append(np.repeat(numbers, chain_lengths))
         return found
 
@@ -167,10 +168,10 @@ class BlockStores:
     # --- which keys ------------------------------------------------------------------------------
 
     def _admit(self, rank: int, offer: _Offer, sole: int) -> None:
-        """Make blocks for the absent keys that the policy admits, and fill in what to copy."""
+        """Make blocks for the absent keys that get some, and begin the writes of all that is to be copied."""
         ticket, joined = offer.ticket, len(offer.ticket.copy)
         try:
-            self._make_admitted(offer)
+            self._make_blocks(offer)
         finally:  # allocated slots belong to the store even if this fails
             if sole:
                 self._life.set_sole(ticket.blocks[joined:], sole)
@@ -181,12 +182,14 @@ class BlockStores:
             if ticket.part.first_blocks:
                 ticket.first_blocks = [ticket.part.first_blocks.get(index, 0) for index in ticket.copy]
 
-    def _make_admitted(self, offer: _Offer) -> None:
+    def _make_blocks(self, offer: _Offer) -> None:
         """Make blocks for the absent keys as far as policy and space allow. Each key's index goes into ``ticket.copy``,
         ``rejected`` or ``no_space``.
 
-        A run of keys may evict only blocks with a lower score than its own. Once a run of one prompt got too little,
-        runs with its score or a lower one get nothing: if nothing lower than 4 was left, nothing lower than 3 is.
+        A run of keys with one score may evict blocks that have a lower score, and are of older prompts than all of its
+        own. If that is too little for a run of several prompts, each of them tries again by itself, the newest first.
+        What got too little even so limits the rest: a run with the same or a lower score, of the same or older prompts,
+        may evict no more, and gets nothing.
         """
         ticket, absent, prompts, _ = offer
         if not prompts.all():  # keys behind one without a block would never be found
@@ -194,73 +197,58 @@ class BlockStores:
             absent, prompts = np.array(absent)[prompts != 0].tolist(), prompts[prompts != 0]
         if not absent:
             return
-        size, begin, packed_keys = ticket.group.key_bytes, 0, ticket.part.keys
-        if len(absent) * size < len(packed_keys):
-            packed_keys = select_keys(packed_keys, absent, size)
-        runs, no_space_score = self._runs_of(ticket.group, ticket.part, packed_keys, absent)
+        group, size, keys = ticket.group, ticket.group.key_bytes, ticket.part.keys
+        if len(absent) * size < len(keys):
+            keys = select_keys(keys, absent, size)
+        runs, limit_score = self._runs_of(group, ticket.part, keys, absent)
+        limit_prompt, outscored = ANY_PROMPT, list[int]()
         # Every admitted block gets space if tiers are written, because only blocks in the pool are written to them.
         takes_all = self._life.tiers is not None and self._life.tiers.are_written
-        for count, score in runs:
-            end, left = begin + count, list(absent[begin : begin + count])
-            below = inf if takes_all else score
-            if score != REJECTED and below > no_space_score:
-                left = self._make_run(ticket, packed_keys[begin * size : end * size], left, prompts[begin:end], below)
-                if left and (prompts == prompts[0]).all():  # otherwise other prompts may still get some
-                    no_space_score = below
-            if left:
-                is_limited, newest = max(below, no_space_score) < inf, int(prompts.max())
-                # They are rejected too if blocks could be evicted for them but for the scores of these.
-                if score == REJECTED or (is_limited and self._space.victims.are_evictable(newest)):
-                    ticket.rejected += left
-                else:
-                    ticket.no_space += left
-            begin = end
+        while runs:
+            begin, end, score = runs.pop()
+            if score == REJECTED:
+                ticket.rejected += absent[begin:end]
+                continue
+            below, of_run = inf if takes_all else score, prompts[begin:end]
+            if below > limit_score or int(of_run.max()) > limit_prompt:
+                oldest = int(of_run.min())
+                blocks = self._space.take(group, keys[begin * size : end * size], below, oldest)[:, 0]
+                made = begin + len(blocks)
+                self._blocks.prompt[blocks] = prompts[begin:made]
+                ticket.blocks = np.concatenate([ticket.blocks, blocks])
+                ticket.copy += absent[begin:made]
+                if made == end:
+                    continue
+                begin, changes = made, made + 1 + np.flatnonzero(np.diff(prompts[made:end]))
+                if len(changes) or prompts[made] > oldest:
+                    by_prompt = [(first, last, score) for first, last in pairwise([made, *changes.tolist(), end])]
+                    runs += sorted(by_prompt, key=lambda run: (int(prompts[run[0]]), -run[0]))
+                    continue
+                limit_score, limit_prompt = below, oldest
+            (outscored if limit_score < inf else ticket.no_space).extend(absent[begin:end])
+        # What only its score kept out is rejected: blocks could be evicted for it but for their scores.
+        if outscored and self._space.victims.are_evictable(int(prompts.max())):
+            ticket.rejected += outscored
+        else:
+            ticket.no_space += outscored
 
     def _runs_of(
         self, group: Group, part: StorePart, keys: bytes, absent: Sequence[int]
-    ) -> tuple[Sequence[tuple[int, float]], float]:
-        """Return the absent keys as runs with a score each, and the score up to which none gets space."""
+    ) -> tuple[list[tuple[int, int, float]], float]:
+        """Return the absent keys as runs, each with its begin, its end and its score, the last run first; and the score
+        up to which none gets space."""
         if part.starts is None or not group.sizes or group.namespace.of_bench:
-            return [(len(absent), inf)], -inf
+            return [(0, len(absent), inf)], -inf
         starts = list(part.starts)
         if len(starts) > 1:  # indices of all keys become those of the absent ones
             starts = sorted({*np.searchsorted(absent, starts).tolist()})
-        (runs, lowest), slots = self._order.admit(group, keys, starts), self._life.slots
+        admission, slots = self._order.admit(group, keys, starts), self._life.slots
+        runs, end = list[tuple[int, int, float]](), 0
+        for count, score in admission.runs:
+            runs.append((end, end + count, score))
+            end += count
         is_full = slots.free_bytes < group.block_bytes and not self._life.unswept and not self._life.partial
-        return runs, lowest if is_full else -inf
-
-    def _make_run(
-        self, ticket: StoreTicket, keys: bytes, indices: list[int], prompts: PromptNumbers, below: float
-    ) -> list[int]:
-        """Make blocks for absent keys as far as there is space. Returns the indices of those that got none.
-
-        They may evict what the oldest of their prompts may. What gets no space then tries again with its own prompt,
-        the newest first: it may evict all that an older one may, so once one gets too little, older ones get none.
-        """
-        made, size = self._make_first(ticket, keys, indices, prompts, below), ticket.group.key_bytes
-        if made == len(indices):
-            return []
-        changes = made + 1 + np.flatnonzero(np.diff(prompts[made:]))
-        spans = list(pairwise([made, *changes.tolist(), len(indices)]))  # of the keys left, by prompt
-        if len(spans) == 1 and prompts[made] == prompts.min():
-            return indices[made:]
-        left: list[int] = []
-        for begin, end in sorted(spans, key=lambda span: int(prompts[span[0]]), reverse=True):
-            made, span_keys = 0, keys[begin * size : end * size]
-            if not left:
-                made = self._make_first(ticket, span_keys, indices[begin:end], prompts[begin:end], below)
-            left += indices[begin + made : end]
-        return left
-
-    def _make_first(
-        self, ticket: StoreTicket, keys: bytes, indices: Sequence[int], prompts: PromptNumbers, below: float
-    ) -> int:
-        """Make blocks for the first absent keys. Returns how many got one."""
-        blocks = self._space.take(ticket.group, keys, below, int(prompts.min()))[:, 0]
-        self._blocks.prompt[blocks] = prompts[: len(blocks)]
-        ticket.blocks = np.concatenate([ticket.blocks, blocks])
-        ticket.copy += indices[: len(blocks)]
-        return len(blocks)
+        return runs[::-1], admission.lowest if is_full else -inf
 
     def _record_lost(self, offer: _Offer) -> None:
         """Count the keys that got no space or were rejected, and remember why they have no block."""

@@ -94,7 +94,7 @@ class StorePart(NamedTuple):
     """Key before a chain's first in its prompt, by the first one's index; none if it begins the prompt, or if that is
     unknown."""
     prompts: Sequence[int] = ()
-    """Number of each chain's prompt within the store, the same in all groups; by default those from 0 on."""
+    """Label of each chain's prompt, the same in all groups of this store; by default each chain is another prompt's."""
 
 
 @dataclass(slots=True, eq=False)

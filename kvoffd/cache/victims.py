@@ -71,9 +71,11 @@ class Victims:
         return np.zeros(len(blocks), np.bool_) if tiers is None else tiers.safe_to_evict(blocks)
 
     def next_if_all_of(self, group: Group, count: int, below: float, older_than: int) -> BlockIds | None:
-        """Return the next ``count`` blocks with a score below ``below``, or as many as there are, if all belong to the
-        group and can be evicted: ``replace`` can give their slots to new blocks. Empty if no score is that low; None if
-        it needs ``for_space``, as other groups' blocks are among the next, or some that are pinned or spared."""
+        """Return the next ``count`` blocks with a score below ``below``, or as many as there are, if ``replace`` can
+        give the slots of all of them to new blocks of the group; empty if no score is that low.
+
+        None if ``for_space`` is to choose: some of these are other groups', pinned or spared.
+        """
         first = self._order.first(count, below)
         if (spared := self._blocks.prompt[first] >= older_than).any() and not self._safe_to_evict(first[spared]).all():
             return None

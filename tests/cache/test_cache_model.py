@@ -483,7 +483,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.end_leases(own)
         while self.cache.prompts.uncounted.has_ended:
             for prompt in self.cache.prompts.uncounted.take_some():
-                self.cache.prompts._count(prompt, None)
+                self.cache.prompts._settle(prompt, None)
         for name in [name for name in self.unreported if name[0] == session]:
             namespace, asked = self.unreported.pop(name)
             found = [there for _, part in asked for there in part]

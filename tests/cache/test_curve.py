@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvoffd.cache import curve
-from kvoffd.cache.asked_keys import AskedKeys, PromptUse, count_prompt
+from kvoffd.cache.asked_keys import AskedKeys, PromptUse, settle_prompt
 from kvoffd.cache.block_table import BlockIds
 from kvoffd.cache.curve import SIZES, HitRatioCurve
 from kvoffd.cache.learned import Learned
@@ -101,7 +101,7 @@ def test_what_was_not_stored_when_it_was_asked_for_is_found_at_no_size_however_l
         asked = AskedKeys(group.namespace, reported=True)
         asked.found(Chain(group, keys, NOTHING), reasons)
         watched.stored(group, keys)
-        for chain, own in count_prompt([asked], PromptUse([0], [0], None), lambda chain, first: b""):
+        for chain, own in settle_prompt([asked], PromptUse([0], [0], None), lambda chain, first: b""):
             watched.requested(chain, own)
 
     for _ in range(4):

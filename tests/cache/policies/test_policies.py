@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import random
+from itertools import count
+
 import numpy as np
 import pytest
 
 from kvoffd.cache import POLICY_NAMES
+from kvoffd.cache.learned import Learned
 from kvoffd.cache.namespace import Group, Namespace
 from kvoffd.cache.policy import REJECTED, Chain, make_policy
 from kvoffd_proto.messages import BENCH_LABEL, GroupSpec
@@ -18,11 +22,11 @@ SLOTS, BLOCK_BYTES, POOL_BYTES = 4096, 4096, 1 << 20
 class Order:
     """A policy over slots, each of which has its number as key."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, pool_bytes: int = POOL_BYTES) -> None:
         namespace = Namespace(bytes(32), name, 1, 8, [GroupSpec("full", 512)], "{}")
         self.group = Group(1, namespace, 0)
         self.group.set_sizes([BLOCK_BYTES], [BLOCK_BYTES])
-        self.policy = make_policy(name, POOL_BYTES, SLOTS)
+        self.policy = make_policy(name, pool_bytes, SLOTS)
 
     def insert(self, *blocks: int) -> None:
         self.policy.insert(self.group, np.array(blocks, np.uint32), keys_of(*blocks))
@@ -67,6 +71,27 @@ def test_touched_blocks_go_later(order: Order, touched: list[int], removed: list
     for block in removed:
         order.remove(block)
     assert order.candidates == left
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_as_an_lru_learned_has_its_order(seed: int) -> None:
+    """Of conversations of many classes, whose blocks are of all ages."""
+    learned, lru, rng, blocks = Order("learned", 8 * POOL_BYTES), Order("lru"), random.Random(seed), count()
+    conversations: list[list[int]] = [[] for _ in range(40)]
+    for _ in range(400):
+        conversation = rng.choice(conversations)
+        new = [next(blocks) for _ in range(rng.choice((0, 1, 1, 2, 5)))]
+        conversation += new
+        learned.touch(*conversation)
+        learned.insert(*reversed(new))
+        lru.insert(*reversed(new))
+        lru.touch(*conversation)
+    assert isinstance(learned.policy, Learned)
+    assert len(learned.policy.describe().classes) > 10
+    learned.policy.known.as_lru = 1
+    assert learned.candidates == lru.candidates
+    for most in (1, 7, 100):
+        assert learned.policy.first(most).tolist() == lru.candidates[:most]
 
 
 @pytest.mark.parametrize("name", ["lru", "arc"])
