@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ctypes
 import errno
 import gc
 import json
@@ -31,6 +32,9 @@ DIVISORS, DIVISORS_OF_NODES = (8, 4, 2, 1), (4,)
 """Divisors of a trace's blocks that give the pool sizes unless others are given: of one pool, and of all together."""
 EXIT_ERROR, EXIT_INTERRUPTED = 2, 130
 AUTO = "auto"
+M_MMAP_THRESHOLD, MMAP_THRESHOLD_BYTES = -3, 128 << 10
+"""A parameter of mallopt(3), and its value at first."""
+PR_SET_THP_DISABLE = 41  # linux/prctl.h
 
 
 class Size(NamedTuple):
@@ -66,7 +70,10 @@ class Result(NamedTuple):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the program; return its status: 0, 2 after a sentence on stderr, 130 after Ctrl-C."""
+    """Run the program; return its status: 0, 2 after a sentence on stderr, 130 after Ctrl-C. Without ``arguments`` the
+    process is the program's."""
+    if arguments is None:
+        _map_sparsely()
     parser = argparse.ArgumentParser("kvoffd-cli trace replay")
     parser.add_argument("file", type=Path)
     for option in ("--policy", "--size", "--blocks", "--block-size", "--disk", "--disk-write", "--disk-write-per-day"):
@@ -89,6 +96,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ValueError, KvoffdError) as error:
         print(f"kvoffd-cli: {error}", file=sys.stderr)
     return EXIT_ERROR
+
+
+def _map_sparsely() -> None:
+    """Have tables take memory only for pages that are touched. Of many nodes' tables most never are."""
+    libc, none = ctypes.CDLL(None), ctypes.c_ulong(0)
+    # Else it grows with what is freed: glibc would take tables from its heap, and zero them.
+    libc.mallopt(M_MMAP_THRESHOLD, MMAP_THRESHOLD_BYTES)
+    libc.prctl(PR_SET_THP_DISABLE, ctypes.c_ulong(1), none, none, none)  # a huge page is taken whole
 
 
 def _end_output() -> None:

@@ -52,10 +52,6 @@ MUCH_BYTES = 256 << 10
 """Bytes of an answer's chains after which the next fetch is at once: the daemon gives 1 MiB at once, and keeps 8."""
 POOL_ANSWER_S = 1.0
 """Time limit of the request for the pool's size, which is optional for a replay."""
-REPLAY_ENVIRON = {"MALLOC_MMAP_THRESHOLD_": str(128 << 10), "NUMPY_MADVISE_HUGEPAGE": "0"}
-"""Variables of glibc and NumPy that halve the memory of a replay: most pages of its nodes' tables are never touched.
-glibc's threshold, here its default, would grow otherwise: it would then take tables from its heap and zero them. NumPy
-would ask for huge pages for tables of 4 MiB, of which the first touch takes 2 MiB."""
 ID_BITS = 53
 """Bits of a key's number, within which JSON's numbers are exact in every language."""
 
@@ -349,7 +345,7 @@ def replay(
         with suppress(KvoffdClientError), AdminClient(local_directory(directory), POOL_ANSWER_S) as admin:
             words.append(f"--pool={admin.stats().pool.size_bytes}")
     words += [*["--json"] * json, "--", str(file)]
-    status = subprocess.run(words, env=os.environ | REPLAY_ENVIRON, check=False).returncode
+    status = subprocess.run(words, check=False).returncode
     if status < 0:
         print_status()  # what it showed last
         memory = ", as the kernel does when memory runs out; give smaller sizes or a part" * (status == -signal.SIGKILL)
