@@ -156,7 +156,8 @@ def _replay_file(given: argparse.Namespace) -> str:
 
 def _replay_one(given: argparse.Namespace, trace: RequestTrace, policies: Sequence[str]) -> str:
     """Replay over one pool. Returns what is to be printed."""
-    block_bytes, uses, results = _block_bytes(given, trace), uses_of(trace), []
+    block_bytes, uses = _block_bytes(given, trace), uses_of(trace)
+    results = []
     for size in _sizes(given, trace, block_bytes, trace.distinct, DIVISORS):
         possible = optimum_percent(uses, size.blocks + size.disk_blocks)
         for disk in _disks(given, trace, size.disk_blocks, block_bytes):
