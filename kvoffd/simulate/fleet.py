@@ -32,8 +32,8 @@ SOURCES = "computed", "pool", "disk", "store", "peer"
 """Places from which the tokens of a prompt come: ``computed``, and the kinds of ``prompt_tokens.Source``."""
 MEASURED_FROM_NODES = 32
 """Nodes from which on the user sees how much memory a replay takes before it begins: a node takes up to 20 MiB."""
-MEASURED_NODES = 4
-"""Nodes with which that is measured. Of a replay over n nodes it takes 4/n of the time."""
+MEASURED_NODES, MEASURED_ONE_OF = 4, 64
+"""Nodes with which that is measured, twice: at least this many, and one of this many."""
 
 
 class Route(StrEnum):
@@ -298,20 +298,24 @@ def replay_fleet(
 
 
 def expected_bytes(trace: RequestTrace, policy: str, blocks: int, plan: FleetPlan) -> int:
-    """Return the memory that a replay over the plan's nodes takes besides the trace, at most: a few nodes are measured.
+    """Return about how much memory a replay over the plan's nodes takes besides the trace: some of them are measured.
 
     Most of it is tables, of which each key touches a few pages. So it is most if requests go round, as they do here.
     """
-    few = plan._replace(nodes=MEASURED_NODES, route=Route.ROUND_ROBIN, peers=min(plan.peers, MEASURED_NODES - 1))
-    before = _resident_bytes()
-    fleet = _Fleet(trace, policy, blocks, few, Shares.GIVEN)
-    for number in range(len(trace.requests)):
-        if number % plan.nodes < MEASURED_NODES:
-            fleet.serve(number)
-    taken = _resident_bytes() - before
-    for node in fleet.nodes:
-        node.close()
-    return taken * plan.nodes // MEASURED_NODES
+    count = max(MEASURED_NODES, plan.nodes // MEASURED_ONE_OF)
+    few = plan._replace(nodes=count, route=Route.ROUND_ROBIN, peers=min(plan.peers, count - 1))
+    fleets, taken = [], 0
+    for _ in range(2):  # the first ones fill what the process had free, as the trace was read
+        before = _resident_bytes()
+        fleets.append(fleet := _Fleet(trace, policy, blocks, few, Shares.GIVEN))
+        for number in range(len(trace.requests)):
+            if number % plan.nodes < count:
+                fleet.serve(number)
+        taken = _resident_bytes() - before
+    for fleet in fleets:
+        for node in fleet.nodes:
+            node.close()
+    return taken * plan.nodes // count
 
 
 def _resident_bytes() -> int:

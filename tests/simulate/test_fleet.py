@@ -361,16 +361,18 @@ def test_options_that_no_router_uses_are_refused(tmp_path: Path, capfd: pytest.C
 MEASURE = """
 import sys
 from pathlib import Path
-from kvoffd.simulate import fleet
+from kvoffd.simulate import command, fleet
 from kvoffd.simulate.trace import read_trace
+command._map_sparsely()
 trace = read_trace(Path(sys.argv[1]))
 plan = fleet.FleetPlan(40, fleet.Speeds(1, 1, 1, 1), 1, fleet.Route.ROUND_ROBIN)._replace(peers=39)
-expected = fleet.expected_bytes(trace, "learned", 100, plan)
 before = fleet._resident_bytes()
 every = fleet._Fleet(trace, "learned", 100, plan, fleet.Shares.GIVEN)
 for number in range(len(trace.requests)):
     every.serve(number)
-print(expected, fleet._resident_bytes() - before)
+taken = fleet._resident_bytes() - before
+kept = [bytes(200) for _ in range(20_000)][::50]  # the process has memory that is free, as after a trace was read
+print(fleet.expected_bytes(trace, "learned", 100, plan), taken)
 """
 
 
@@ -381,7 +383,7 @@ def test_the_memory_of_many_nodes_is_said_before(tmp_path: Path, capfd: pytest.C
     done = subprocess.run([sys.executable, "-c", MEASURE, str(file)], capture_output=True, text=True, check=True)
     expected, taken = map(int, done.stdout.split())
     assert taken > 40 << 20, "40 nodes have a MiB each at least"
-    assert taken / 2 < expected < 2 * taken
+    assert 0.7 * taken < expected < 1.5 * taken
     for nodes, is_said in ((31, False), (32, True)):
         words = [str(file), f"--nodes={nodes}", "--blocks=1,2", "--block-size=1MiB", "--route=session"]
         assert main(words) == 0
