@@ -371,7 +371,7 @@ every = fleet._Fleet(trace, "learned", 100, plan, fleet.Shares.GIVEN)
 for number in range(len(trace.requests)):
     every.serve(number)
 taken = fleet._resident_bytes() - before
-kept = [bytes(200) for _ in range(20_000)][::50]  # the process has memory that is free, as after a trace was read
+kept = [bytes(size) for size in (200, 1000) * 9_000][::1001]  # most of it is free: so it is after a trace was read
 print(fleet.expected_bytes(trace, "learned", 100, plan), taken)
 """
 
