@@ -41,8 +41,7 @@ class Computing:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._native, self._clock = native(), clock
-        self._lacked = np.empty(((1 << BITS) + NEAR - 1, 2), np.uint64)
-        self._lacked.fill(0)  # touches the pages now, not in the first lookups
+        self._lacked = np.zeros(((1 << BITS) + NEAR - 1, 2), np.uint64)
         self._fields = _Fields(self._lacked.ctypes.data, BITS, (ctypes.c_uint64 * 2).from_buffer_copy(os.urandom(16)))
         self._at = ctypes.addressof(self._fields)
 

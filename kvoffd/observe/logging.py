@@ -67,7 +67,9 @@ class QueuedLines(logging.Handler):
     def __init__(self, fd: int, formatter: logging.Formatter) -> None:
         super().__init__()
         self.setFormatter(formatter)
-        self._fd, self._lost = fd, 0
+        self._fd = fd
+        self._dropped = 0
+        """Lines that found the queue full. The handler's lock is held where they are counted."""
         self._lines: queue.Queue[str] = queue.Queue(MAX_LINES)
         threading.Thread(target=self._write_lines, name="log", daemon=True).start()
 
@@ -75,7 +77,7 @@ class QueuedLines(logging.Handler):
         try:
             self._lines.put_nowait(self.format(record))
         except queue.Full:
-            self._lost += 1
+            self._dropped += 1
         except Exception:
             self.handleError(record)
 
@@ -85,13 +87,14 @@ class QueuedLines(logging.Handler):
             self._lines.all_tasks_done.wait_for(lambda: not self._lines.unfinished_tasks, FLUSH_S)
 
     def _write_lines(self) -> None:
+        failed = reported = 0
         while True:
             if not self._write(self._lines.get()):
-                self._lost += 1
-            elif (lost := self._lost) and self._lines.empty():
+                failed += 1
+            elif (lost := self._dropped + failed - reported) and self._lines.empty():
                 text = f"{lost} lines of the log were lost: they could not be written in time."
                 if self._write(self.format(logging.LogRecord(__name__, logging.WARNING, "", 0, text, None, None))):
-                    self._lost -= lost
+                    reported += lost
             self._lines.task_done()
 
     def _write(self, line: str) -> bool:

@@ -24,12 +24,15 @@ WORKING_SHARE = 0.01
 SAMPLED_S = 0.06
 """Delay of a beat after which the other thread samples the loop's stack."""
 LOGGED_S = 0.1
+"""Blocked time that is logged, with the cause."""
 FRAMES_LOGGED = 6
+"""Innermost calls that are logged as the cause."""
 BOUNDS_S = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
 STOP = (
     "a stop of the whole process (SIGSTOP, a frozen container, or a host that gave this machine no CPU: see st in "
     "vmstat)"
 )
+UNSEEN = f"something that ended before it was looked at: a call, or {STOP}"
 
 
 class _Sample(NamedTuple):
@@ -54,10 +57,10 @@ class LoopWatch:
         self._blocked = DurationHistogram(BOUNDS_S)
         self.loop_blocked_max_seconds = 0.0
         self._due_at = 0.0
-        self._turns, self._turn_at, self._longest_turn_s = 0, 0.0, 0.0
+        self._turn_depth, self._turn_at, self._longest_turn_s = 0, 0.0, 0.0
         """Depth of nested turns; start of the outermost; longest turn since the last beat."""
         self._sample = _Sample(0.0, "", 0.0)
-        self._wake_at = 0.0
+        self._look_at = 0.0
         """Time at which the other thread means to look next."""
         self._warnings = RareWarnings(logger)
         self._ended = threading.Event()
@@ -66,8 +69,8 @@ class LoopWatch:
         self._beat_at = self._thread_cpu_s = self._process_cpu_s = self._waited_s = 0.0
         """Time of the last beat; until then, CPU time of the loop's thread and of the process, and the thread's waits
         for a CPU."""
-        self._waited_until_turn_s = 0.0
-        """The same waits until the last beat or long turn."""
+        self._subtracted_s = 0.0
+        """Those of these waits that were subtracted from a beat's delay or a turn's duration, so that none is twice."""
 
     @property
     def loop_blocked_seconds(self) -> Histogram:
@@ -81,7 +84,7 @@ class LoopWatch:
         except OSError:
             pass  # no scheduler statistics: waiting for a CPU counts as blocked
         self._loop = loop
-        self._waited_s = self._waited_until_turn_s = self._waited_for_cpu_s()
+        self._waited_s = self._subtracted_s = self._waited_for_cpu_s()
         self._beat_again(time.monotonic())
         self._thread = threading.Thread(
             target=self._watch, args=(threading.get_ident(),), name="loop-watch", daemon=True
@@ -90,16 +93,19 @@ class LoopWatch:
 
     def __enter__(self) -> None:
         """Begin a turn, the code that the loop runs until the end of the block."""
-        if not self._turns:
+        if not self._turn_depth:
             self._turn_at = time.monotonic()
-        self._turns += 1
+        self._turn_depth += 1
 
     def __exit__(self, *_: object) -> None:
-        self._turns -= 1
-        if not self._turns and (seconds := time.monotonic() - self._turn_at) > max(BOUNDS_S[0], self._longest_turn_s):
+        self._turn_depth -= 1
+        if self._turn_depth:
+            return
+        seconds = time.monotonic() - self._turn_at
+        if seconds > max(BOUNDS_S[0], self._longest_turn_s):  # reading the waits for each turn would cost too much
             waited_s = self._waited_for_cpu_s()
-            self._longest_turn_s = max(self._longest_turn_s, seconds - (waited_s - self._waited_until_turn_s))
-            self._waited_until_turn_s = waited_s
+            self._longest_turn_s = max(self._longest_turn_s, seconds - (waited_s - self._subtracted_s))
+            self._subtracted_s = waited_s
 
     def stop(self) -> None:
         """Stop watching. Turns may still follow: a daemon that stops continues to serve its running jobs."""
@@ -115,21 +121,26 @@ class LoopWatch:
         now, waited_s = time.monotonic(), self._waited_for_cpu_s()
         # The wait for a CPU since the last beat may partly be from before this beat was due.
         late_s = max(0.0, now - self._due_at - (waited_s - self._waited_s))
-        self._waited_s = self._waited_until_turn_s = waited_s
-        late_s, self._longest_turn_s = max(late_s, self._longest_turn_s), 0.0
-        self._blocked.observe(late_s)
-        self.loop_blocked_max_seconds = max(self.loop_blocked_max_seconds, late_s)
-        if late_s > LOGGED_S:
-            self._warnings.warn("The loop was blocked for %.0f ms by %s.", late_s * 1000, self._blocker(now, late_s))
+        self._waited_s = self._subtracted_s = waited_s
+        blocked_s, self._longest_turn_s = max(late_s, self._longest_turn_s), 0.0
+        self._blocked.observe(blocked_s)
+        self.loop_blocked_max_seconds = max(self.loop_blocked_max_seconds, blocked_s)
+        if blocked_s > LOGGED_S:
+            what = self._blocker(now, blocked_s)
+            self._warnings.warn("The loop was blocked for %.0f ms by %s.", blocked_s * 1000, what)
         self._beat_again(now)
 
-    def _blocker(self, now: float, late_s: float) -> str:
+    def _blocker(self, now: float, blocked_s: float) -> str:
         """Return what blocked the loop until this beat."""
-        what = self._sample.what if self._sample.due_at == self._due_at else ""
-        if what and max(self._sample.absent_s, now - self._wake_at) <= late_s / 2:
+        is_sampled = self._sample.due_at == self._due_at
+        if not is_sampled and now < self._look_at:  # a turn that ended before the beat was due
+            return UNSEEN
+        what = self._sample.what if is_sampled else ""
+        has_watched = max(self._sample.absent_s, now - self._look_at) <= blocked_s / 2
+        if what and has_watched:
             return what
-        # The other thread did not run either.
-        if time.process_time() - self._process_cpu_s <= late_s / 2:
+        # The other thread did not run either, or saw nothing. If nor did any other, the process was stopped.
+        if time.process_time() - self._process_cpu_s <= blocked_s / 2:
             return STOP
         return what or "unknown code"
 
@@ -148,15 +159,15 @@ class LoopWatch:
     def _watch(self, watched: int) -> None:
         """Sample the loop's stack while a beat is late. Runs in a thread."""
         while True:
-            self._wake_at = max(time.monotonic() + SAMPLED_S / 4, self._due_at + SAMPLED_S)
-            if self._ended.wait(self._wake_at - time.monotonic()):
+            self._look_at = max(time.monotonic() + SAMPLED_S / 4, self._due_at + SAMPLED_S)
+            if self._ended.wait(self._look_at - time.monotonic()):
                 return
             now, due_at = time.monotonic(), self._due_at
             if now - due_at >= SAMPLED_S:
                 sample = self._sample
                 if sample.due_at != due_at:
                     sample = _Sample(due_at, describe(sys._current_frames().get(watched)), 0.0)
-                self._sample = sample._replace(absent_s=max(sample.absent_s, now - self._wake_at))
+                self._sample = sample._replace(absent_s=max(sample.absent_s, now - self._look_at))
 
 
 def describe(frame: FrameType | None) -> str:

@@ -68,7 +68,7 @@ def _all(value: Any) -> list[Any]:
 
 
 def _samples(value: Any, labels: Labels, keys: Iterable[str]) -> Iterator[tuple[Labels, Any]]:
-    if isinstance(value, list):  # counted by their first field
+    if isinstance(value, list):  # Structs, counted by their first field: see ``Metric.label``
         value = Counter(getattr(one, one.__struct_fields__[0]) for one in value)
     if isinstance(value, dict):
         every = dict.fromkeys(map(str, keys), 0) | value

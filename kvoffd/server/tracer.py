@@ -17,8 +17,6 @@ from kvoffd_proto.messages import Hint, HintAction
 
 MAX_KEPT_BYTES = 8 << 20
 """Limit of unfetched chains; more are dropped and counted."""
-CHAIN_BYTES = 400
-"""Memory of a chain besides its keys."""
 FETCHED_BYTES = 1 << 20
 
 
@@ -53,7 +51,7 @@ class Tracer:
         nbytes = dropped = 0
         while self._kept and nbytes < FETCHED_BYTES:
             chain = self._kept.popleft()
-            nbytes += CHAIN_BYTES + len(chain.keys)
+            nbytes += a.CHAIN_BYTES + len(chain.keys)
             chains.append(chain)
         self._kept_bytes -= nbytes
         if not self._kept:
@@ -82,7 +80,7 @@ class Tracer:
             return
         for group, keys in chains:
             namespace = group.namespace
-            nbytes = CHAIN_BYTES + len(keys)
+            nbytes = a.CHAIN_BYTES + len(keys)
             # After the first dropped chain all are dropped, so that there is one gap.
             if not keys or self._dropped or self._kept_bytes + nbytes > MAX_KEPT_BYTES:
                 self._dropped += bool(keys)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ctypes
 import errno
 import gc
 import json
@@ -11,12 +12,12 @@ import sys
 from collections.abc import Sequence
 from itertools import groupby, product
 from pathlib import Path
-from typing import TypeAlias
+from typing import NamedTuple
 
 from kvoffd.cache import DEFAULT_POLICY, POLICY_NAMES
 from kvoffd.errors import KvoffdError
 from kvoffd.simulate import fleet_command
-from kvoffd.simulate.fleet import MEASURED_FROM_NODES, expected_bytes
+from kvoffd.simulate.fleet import MEASURED_FROM_NODES, FleetPlan, expected_bytes, replay_fleet
 from kvoffd.simulate.optimum import optimum_percent, uses_of
 from kvoffd.simulate.replay import Replayed, replay
 from kvoffd.simulate.tiers import DiskPlan
@@ -30,16 +31,49 @@ ALL = "all"
 DIVISORS, DIVISORS_OF_NODES = (8, 4, 2, 1), (4,)
 """Divisors of a trace's blocks that give the pool sizes unless others are given: of one pool, and of all together."""
 EXIT_ERROR, EXIT_INTERRUPTED = 2, 130
-AUTO, NOW = "auto", " (now)"
+AUTO = "auto"
+M_MMAP_THRESHOLD, MMAP_THRESHOLD_BYTES = -3, 128 << 10
+"""A parameter of mallopt(3), and its value at first."""
+PR_SET_THP_DISABLE = 41  # linux/prctl.h
 
-Sizes: TypeAlias = dict[tuple[int, int], str]
-"""Blocks of the pool and of the disk, and the text that gave them."""
-Results: TypeAlias = Sequence[tuple[Replayed, float]]
-"""Result of each policy and size, and the possible hits in percent at that size."""
+
+class Size(NamedTuple):
+    """Blocks of the pool and of the disk, if any, and the texts that gave them."""
+
+    blocks: int
+    pool: str
+    is_now: bool = False
+    """Whether it is the size of the running daemon's pool."""
+    disk_blocks: int = 0
+    disk: str = ""
+
+    @property
+    def text(self) -> str:
+        return f"{self.pool} + {self.disk}" if self.disk else self.pool
+
+    @property
+    def label(self) -> str:
+        """The text of a row of results."""
+        return self._replace(pool=f"{self.pool} (now)").text if self.is_now else self.text
+
+
+class Result(NamedTuple):
+    size: Size
+    replayed: Replayed
+    possible: float
+    """Hits of the optimum, in percent."""
+
+    @property
+    def hits(self) -> float:
+        """Hits in percent."""
+        return self.replayed.hit_percent
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the program; return its status: 0, 2 after a sentence on stderr, 130 after Ctrl-C."""
+    """Run the program; return its status: 0, 2 after a sentence on stderr, 130 after Ctrl-C. Without ``arguments`` the
+    process is the program's."""
+    if arguments is None:
+        _map_sparsely()
     parser = argparse.ArgumentParser("kvoffd-cli trace replay")
     parser.add_argument("file", type=Path)
     for option in ("--policy", "--size", "--blocks", "--block-size", "--disk", "--disk-write", "--disk-write-per-day"):
@@ -62,6 +96,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ValueError, KvoffdError) as error:
         print(f"kvoffd-cli: {error}", file=sys.stderr)
     return EXIT_ERROR
+
+
+def _map_sparsely() -> None:
+    """Have tables take memory only for pages that are touched. Of many nodes' tables most never are."""
+    libc, none = ctypes.CDLL(None), ctypes.c_ulong(0)
+    # Else it grows with what is freed: glibc would take tables from its heap, and zero them.
+    libc.mallopt(M_MMAP_THRESHOLD, MMAP_THRESHOLD_BYTES)
+    libc.prctl(PR_SET_THP_DISABLE, ctypes.c_ulong(1), none, none, none)  # a huge page is taken whole
 
 
 def _end_output() -> None:
@@ -106,23 +148,23 @@ def _replay_file(given: argparse.Namespace) -> str:
         print(f"{given.file} has {trace.skipped:,} objects without hash_ids, which are left out.", file=sys.stderr)
     if trace.others:
         print(_unequal(trace), file=sys.stderr)
-    text = _replay_nodes(given, trace, nodes, policies) if nodes else _replay_one(given, trace, policies)
-    _show_progress("")
-    return text
+    try:
+        return _replay_nodes(given, trace, nodes, policies) if nodes else _replay_one(given, trace, policies)
+    finally:
+        _show_progress("")  # before an error's sentence too
 
 
 def _replay_one(given: argparse.Namespace, trace: RequestTrace, policies: Sequence[str]) -> str:
     """Replay over one pool. Returns what is to be printed."""
     block_bytes, uses = _block_bytes(given, trace), uses_of(trace)
-    sizes = _with_disks(given, _sizes(given, trace, block_bytes, uses.distinct, DIVISORS), block_bytes)
     results = []
-    for (blocks, disk_blocks), text in sizes.items():
-        best = optimum_percent(uses, blocks + disk_blocks)
-        for disk in _disks(given, trace, disk_blocks, block_bytes):
+    for size in _sizes(given, trace, block_bytes, trace.distinct, DIVISORS):
+        possible = optimum_percent(uses, size.blocks + size.disk_blocks)
+        for disk in _disks(given, trace, size.disk_blocks, block_bytes):
             for policy, hints in product(policies, (False, True) if trace.hints else (False,)):
-                _show_progress(f"replaying: {policy}, {text}")
-                results.append((replay(trace, policy, blocks, disk, hints=hints), best))
-    return json.dumps(_as_json(trace, sizes, results)) if given.json else _as_table(trace, sizes, results, block_bytes)
+                _show_progress(f"replaying: {policy}, {size.label}")
+                results.append(Result(size, replay(trace, policy, size.blocks, disk, hints=hints), possible))
+    return json.dumps(_as_json(trace, results)) if given.json else _as_table(trace, results, block_bytes)
 
 
 def _replay_nodes(given: argparse.Namespace, trace: RequestTrace, nodes: int, policies: Sequence[str]) -> str:
@@ -133,33 +175,33 @@ def _replay_nodes(given: argparse.Namespace, trace: RequestTrace, nodes: int, po
         raise ValueError("The trace does not give the tokens of a block, which --nodes needs.")
     if trace.hints:
         print(f"The {len(trace.hints):,} hints in {given.file} are left out.", file=sys.stderr)
-    each = max(1, uses_of(trace).distinct // nodes)
-    sizes = _with_disks(given, _sizes(given, trace, block_bytes, each, DIVISORS_OF_NODES), block_bytes)
+    every = []
+    """Size, policy, and plans that differ in the router's rule."""
+    for size in _sizes(given, trace, block_bytes, max(1, trace.distinct // nodes), DIVISORS_OF_NODES):
+        plans = fleet_command.make_plans(given, trace, nodes, size.blocks, block_bytes)
+        for policy, disk in product(policies, _disks(given, trace, size.disk_blocks, block_bytes)):
+            every.append((size, policy, [plan._replace(disk=disk) for plan in plans]))
     if nodes >= MEASURED_FROM_NODES:
-        _say_memory(given, trace, nodes, policies[0], max(sizes), block_bytes)
+        _say_memory(nodes, max(_expected_bytes(trace, policy, size, plans[0]) for size, policy, plans in every))
     rows = []
-    for (blocks, disk_blocks), text in sizes.items():
-        plans = fleet_command.make_plans(given, trace, nodes, blocks, block_bytes)
-        for policy, disk in product(policies, _disks(given, trace, disk_blocks, block_bytes)):
-            with_disk = [plan._replace(disk=disk) for plan in plans]
-            for number, replay_next in enumerate(fleet_command.replays(trace, policy, blocks, with_disk), 1):
-                _show_progress(f"replaying: {policy}, {text}, {number}")
-                rows.append((text, replay_next()))
-                gc.collect()  # the nodes refer to each other, and most of their memory is not Python's
+    for size, policy, plans in every:
+        for number, (plan, shares) in enumerate(fleet_command.compared(plans), 1):
+            _show_progress(f"replaying: {policy}, {size.label}, {number}")
+            rows.append((size.label, replay_fleet(trace, policy, size.blocks, plan, shares)))
+            gc.collect()  # the nodes refer to each other, and most of their memory is not Python's
     return json.dumps(fleet_command.as_json(trace, rows)) if given.json else fleet_command.as_table(trace, rows)
 
 
-def _say_memory(
-    given: argparse.Namespace, trace: RequestTrace, nodes: int, policy: str, size: tuple[int, int], block_bytes: int
-) -> None:
-    """Print the memory that a replay of the largest size takes. It does not count what earlier ones have freed."""
-    blocks, disk_blocks = size
-    plan = fleet_command.make_plans(given, trace, nodes, blocks, block_bytes)[0]
-    disk = _disks(given, trace, disk_blocks, block_bytes)[0]
-    taken, limit = format_size(expected_bytes(trace, policy, blocks, plan._replace(disk=disk))), memory_limit()
+def _expected_bytes(trace: RequestTrace, policy: str, size: Size, plan: FleetPlan) -> int:
+    taken = expected_bytes(trace, policy, size.blocks, plan)
+    gc.collect()  # as between replays
+    return taken
+
+
+def _say_memory(nodes: int, taken_bytes: int) -> None:
+    limit = memory_limit()
     there = f"{format_size(limit.bytes)} are available ({limit.source})"
-    print(f"A replay over {nodes} nodes takes about {taken} of memory; {there}.", file=sys.stderr)
-    gc.collect()
+    print(f"A replay over {nodes} nodes takes about {format_size(taken_bytes)} of memory; {there}.", file=sys.stderr)
 
 
 def _show_progress(text: str) -> None:
@@ -196,14 +238,22 @@ def _block_bytes(given: argparse.Namespace, trace: RequestTrace) -> int:
 
 def _sizes(
     given: argparse.Namespace, trace: RequestTrace, block_bytes: int, distinct: int, divisors: Sequence[int]
-) -> dict[int, str]:
-    """Return the sizes of a pool in blocks, ascending, with the text that gave them; by default the ``distinct`` blocks
-    over the ``divisors``."""
-    found: dict[int, str] = {}
+) -> list[Size]:
+    """Return each size of the pool, ascending, with each disk; by default the ``distinct`` blocks over the ``divisors``
+    are the pools'."""
+    pools = _pools(given, trace, block_bytes, distinct, divisors)
+    return [size for blocks in sorted(pools) for size in _with_disks(given, pools[blocks], block_bytes)]
+
+
+def _pools(
+    given: argparse.Namespace, trace: RequestTrace, block_bytes: int, distinct: int, divisors: Sequence[int]
+) -> dict[int, Size]:
+    """Return the sizes of the pool by their blocks."""
+    found: dict[int, Size] = {}
     for part in filter(None, given.blocks.split(",")):
         if not part.strip().isdecimal() or not int(part):
             raise ValueError(f"--blocks {given.blocks!r} is not a list of block counts; give some as in 1000,2000.")
-        found[int(part)] = f"{int(part):,} blocks"
+        found[int(part)] = Size(int(part), f"{int(part):,} blocks")
     if given.size and not block_bytes:
         raise ValueError(
             f"The trace does not give the bytes of a block of {trace.tokens_per_block} tokens, which --size needs; "
@@ -212,51 +262,53 @@ def _sizes(
     for part in filter(None, given.size.split(",")):
         if (blocks := _bytes_of("--size", part) // block_bytes) < 1:
             raise ValueError(f"A pool of {part} does not hold one block of {format_size(block_bytes)}.")
-        found[blocks] = part.strip()
+        found[blocks] = Size(blocks, part.strip())
     if not found:
-        defaults = {max(1, distinct // divisor) for divisor in divisors}
-        found = {n: format_size(n * block_bytes) if block_bytes else f"{n:,} blocks" for n in defaults}
+        for divisor in divisors:
+            blocks = max(1, distinct // divisor)
+            found[blocks] = Size(blocks, format_size(blocks * block_bytes) if block_bytes else f"{blocks:,} blocks")
         if block_bytes and given.pool >= block_bytes:
-            found[given.pool // block_bytes] = format_size(given.pool) + NOW
-    return dict(sorted(found.items()))
-
-
-def _with_disks(given: argparse.Namespace, pools: dict[int, str], block_bytes: int) -> Sizes:
-    """Combine each size of the pool with each disk, or with none."""
-    found: Sizes = {}
-    for blocks, text in pools.items():
-        for part in given.disk.split(","):
-            times = part.strip().removesuffix("x")
-            if not part:
-                found[blocks, 0] = text
-            elif part.strip().endswith("x") and times.isdecimal() and int(times):
-                found[blocks, int(times) * blocks] = f"{text} + {times}x"
-            elif not block_bytes:
-                raise ValueError(f"--disk {part}: the trace does not give the bytes of a block; give --block-size.")
-            elif (disk_blocks := _bytes_of("--disk", part) // block_bytes) < 1:
-                raise ValueError(f"A disk of {part} does not hold one block of {format_size(block_bytes)}.")
-            else:
-                found[blocks, disk_blocks] = f"{text} + {part.strip()}"
+            blocks = given.pool // block_bytes
+            found[blocks] = Size(blocks, format_size(given.pool), is_now=True)
     return found
+
+
+def _with_disks(given: argparse.Namespace, size: Size, block_bytes: int) -> list[Size]:
+    """Return the size of a pool with each disk, or as it is."""
+    if not given.disk:
+        return [size]
+    found: dict[int, str] = {}
+    for part in map(str.strip, given.disk.split(",")):
+        times = part.removesuffix("x")
+        if part.endswith("x") and times.isdecimal() and int(times):
+            found[int(times) * size.blocks] = part
+        elif not block_bytes:
+            raise ValueError(f"--disk {part}: the trace does not give the bytes of a block; give --block-size.")
+        elif (disk_blocks := _bytes_of("--disk", part) // block_bytes) < 1:
+            raise ValueError(f"A disk of {part} does not hold one block of {format_size(block_bytes)}.")
+        else:
+            found[disk_blocks] = part
+    return [size._replace(disk_blocks=disk_blocks, disk=text) for disk_blocks, text in found.items()]
 
 
 def _disks(given: argparse.Namespace, trace: RequestTrace, blocks: int, block_bytes: int) -> list[DiskPlan | None]:
     """Return the disk of a size with each mode of writing; None if there is no disk."""
     if not blocks:
         return [None]
-    if (per_day := given.disk_write_per_day or AUTO) != AUTO and not block_bytes:
+    per_day = given.disk_write_per_day or AUTO
+    if per_day != AUTO and not block_bytes:
         raise ValueError("--disk-write-per-day: the trace does not give the bytes of a block; give --block-size.")
-    plans: dict[DiskPlan | None, None] = {}
-    for name in (given.disk_write or AUTO).split(","):
-        if name.strip() not in list(WriteMode):
+    plans: list[DiskPlan | None] = []
+    for name in dict.fromkeys(map(str.strip, (given.disk_write or AUTO).split(","))):
+        if name not in list(WriteMode):
             raise ValueError(f"--disk-write {name}: choose from {', '.join(WriteMode)}.")
-        mode, most_blocks = WriteMode(name.strip()), 0
+        mode, most_blocks = WriteMode(name), 0
         if per_day != AUTO:
             most_blocks = -(-_bytes_of("--disk-write-per-day", per_day) // block_bytes)
         elif mode is WriteMode.AUTO:
             most_blocks = blocks
-        plans[DiskPlan(blocks, mode, most_blocks if trace.seconds else 0)] = None
-    return list(plans)
+        plans.append(DiskPlan(blocks, mode, most_blocks if trace.seconds else 0))
+    return plans
 
 
 def _bytes_of(option: str, text: str) -> int:
@@ -266,11 +318,11 @@ def _bytes_of(option: str, text: str) -> int:
         raise ValueError(f"{option}: {error}.") from None
 
 
-def _as_json(trace: RequestTrace, sizes: Sizes, results: Results) -> dict[str, object]:
+def _as_json(trace: RequestTrace, results: Sequence[Result]) -> dict[str, object]:
     rows = []
-    for one, best in results:
-        percents = {"hit": one.hit_percent, "written": one.percent(one.written), "optimum": best}
-        row: dict[str, object] = {"policy": one.policy, "size": sizes[one.size], "blocks": one.blocks}
+    for size, one, possible in results:
+        percents = {"hit": one.hit_percent, "written": one.percent(one.written), "optimum": possible}
+        row: dict[str, object] = {"policy": one.policy, "size": size.label, "blocks": one.blocks}
         if one.disk is not None:
             row |= {"disk_blocks": one.disk.blocks, "disk_write": one.disk.mode.value}
             row |= {"disk_write_per_day_blocks": one.disk.per_day_blocks}
@@ -279,62 +331,61 @@ def _as_json(trace: RequestTrace, sizes: Sizes, results: Results) -> dict[str, o
     return {"trace": trace.name, "accesses": trace.accesses, "results": rows}
 
 
-def _as_table(trace: RequestTrace, sizes: Sizes, results: Results, block_bytes: int) -> str:
+def _as_table(trace: RequestTrace, results: Sequence[Result], block_bytes: int) -> str:
     facts = [f"{trace.tokens_per_block} tokens"] if trace.tokens_per_block else []
     facts += [format_size(block_bytes)] if block_bytes else []
     of_block = f" of {' and '.join(facts)}" if facts else ""
-    width, with_disk = max(map(len, ("pool", *sizes.values()))), results[0][0].disk is not None
+    width, with_disk = max(map(len, ("pool", *(one.size.label for one in results)))), bool(results[0].size.disk)
     lines = [
         f"{trace.name}: {len(trace.requests):,} requests, {trace.accesses:,} blocks{of_block}",
         f"{'pool':>{width}}  {'policy':<14}{'hits %':>8}{'written %':>11}{'possible %':>12}"
         + (f"  {'write':<8}{'of disk %':>10}{'to disk %':>11}" if with_disk else ""),
     ]
-    results = [(one, best) for one, best in results if best]
+    results = [one for one in results if one.possible]
     if not results:
         return f"{lines[0]}\nNo block comes back: no pool would find anything."
-    for one, best in results:
-        percents = f"{one.hit_percent:>8.2f}{one.percent(one.written):>11.2f}{best:>12.2f}"
+    for size, one, possible in results:
+        percents = f"{one.hit_percent:>8.2f}{one.percent(one.written):>11.2f}{possible:>12.2f}"
         if one.disk is not None:
             of_disk, to_disk = one.percent(one.disk_hits), one.percent(one.disk_written)
             percents += f"  {one.disk.mode.value:<8}{of_disk:>10.2f}{to_disk:>11.2f}"
-        lines.append(f"{sizes[one.size]:>{width}}  {one.policy:<14}{percents}")
+        lines.append(f"{size.label:>{width}}  {one.policy:<14}{percents}")
     if len(trace.requests) < MIN_LOOKUPS:
         few = f"Too early to choose a policy or a size: {MIN_LOOKUPS} requests are needed. Record for longer."
         return "\n".join([*lines, "", few])
-    return "\n".join([*lines, *_conclusion(sizes, results)])
+    return "\n".join([*lines, *_conclusion(results)])
 
 
-def _conclusion(sizes: Sizes, results: Results) -> list[str]:
+def _conclusion(results: Sequence[Result]) -> list[str]:
     """Conclude which policy to choose: at the daemon's own size, and where the policies differ most."""
     rankings = [
-        sorted(of_size, key=lambda result: -result[0].hit_percent)
-        for _, of_size in groupby(results, lambda result: (result[0].size, result[0].disk))
+        sorted(of_size, key=lambda one: -one.hits)
+        for _, of_size in groupby(results, lambda one: (one.size, one.replayed.disk))
     ]
-    """Results by size, the best first."""
+    """Results by size and disk, the best policy first."""
 
-    def spread(ranking: Results) -> float:
-        return ranking[0][0].hit_percent - ranking[-1][0].hit_percent
+    def spread(ranking: Sequence[Result]) -> float:
+        return ranking[0].hits - ranking[-1].hits
 
     widest = max(rankings, key=spread)
-    first, possible = widest[0]
     if len(widest) == 1:
         return []
     if spread(widest) < 1:
         return ["", "For this traffic the policies differ by less than a point."]
     lines = [""]
     for ranking in rankings:
-        size = sizes[ranking[0][0].size]
-        if NOW in size and ranking is not widest:
+        size = ranking[0].size
+        if size.is_now and ranking is not widest:
             differ = "less than a point" if spread(ranking) < 1 else f"{spread(ranking):.1f} points"
-            lines.append(f"In your pool of {size.replace(NOW, '')} the policies differ by {differ}.")
-    each = ", ".join(f"{one.policy} {one.hit_percent:.1f} %" for one, _ in widest)
-    best = [one.policy for one, _ in widest if one.hit_percent > first.hit_percent - 1]  # a point less is as good
-    most = f"{' and '.join(best)} {'find' if len(best) > 1 else 'finds'} most"
-    size = sizes[first.size]
-    where = f"For this traffic {most} in a pool of {size}, where they differ most"
-    if NOW in size:
-        where = f"In your pool of {size.replace(NOW, '')} {most}"
-    return [*lines, f"{where}: {each}; {possible:.1f} % were possible."]
+            lines.append(f"In your pool of {size.text} the policies differ by {differ}.")
+    best = widest[0]
+    names = [one.replayed.policy for one in widest if one.hits > best.hits - 1]  # a point less is as good
+    most = f"{' and '.join(names)} {'find' if len(names) > 1 else 'finds'} most"
+    where = f"For this traffic {most} in a pool of {best.size.text}, where they differ most"
+    if best.size.is_now:
+        where = f"In your pool of {best.size.text} {most}"
+    each = ", ".join(f"{one.replayed.policy} {one.hits:.1f} %" for one in widest)
+    return [*lines, f"{where}: {each}; {best.possible:.1f} % were possible."]
 
 
 if __name__ == "__main__":

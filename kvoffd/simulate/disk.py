@@ -14,15 +14,19 @@ from kvoffd.pool.allocator import PAGE_BYTES
 from kvoffd.system.files import FileCalls
 from kvoffd.system.threads import AbandonableThreads, Workers
 from kvoffd.tiers.disk import DiskOptions, DiskTier
+from kvoffd.tiers.disk_file import usable_bytes
 from kvoffd.tiers.disk_io import End, Reads, SlotJob
 from kvoffd.tiers.header import Block
 from kvoffd.tiers.tier import Result, TierListener
 
 REGIONS, MAX_REGION_BLOCKS = 64, 256
-"""Division of pool and disk into regions as real ones, except that no region has a rest smaller than a block."""
-OVERHEAD = 1 + 1 / 64
-"""Upper limit of a disk's files relative to its blocks."""
+"""Regions of a small pool or disk, and blocks of a large one's regions: about as in a daemon."""
 OPTIONS = DiskOptions()
+
+
+def region_blocks(blocks: int) -> int:
+    """Return the blocks of a region of a pool or disk. No region has a rest in which no block fits, as real ones do."""
+    return max(1, min(MAX_REGION_BLOCKS, blocks // REGIONS))
 
 
 class _NoFiles(FileCalls):
@@ -47,7 +51,7 @@ class _NoFiles(FileCalls):
 
 
 class _DoneAtOnce(Workers[Any, Any]):
-    """Workers without threads: a task is done when it is put."""
+    """Workers without threads: ``put`` does at once what threads do in ``Workers._run``."""
 
     def _start(self) -> None:
         self._threads = AbandonableThreads((), lambda: None)
@@ -74,6 +78,14 @@ class _ReadAtOnce(Reads):
         return True
 
 
+def _size_for(regions_bytes: int) -> int:
+    """Return the size of a disk that has these bytes for its regions."""
+    size_bytes = regions_bytes
+    while (missing := regions_bytes - usable_bytes(size_bytes)) > 0:
+        size_bytes += missing
+    return size_bytes
+
+
 def open_disk(
     blocks: int,
     block_bytes: int,
@@ -81,12 +93,13 @@ def open_disk(
     post: Callable[[Callable[[], None]], None],
     listener: TierListener,
 ) -> DiskTier:
-    """Open a disk with space for this many blocks, as fast as needed. See ``DiskTier`` for the last three."""
-    region_blocks = max(1, min(MAX_REGION_BLOCKS, blocks // REGIONS))
-    regions, region_bytes = blocks // region_blocks, region_blocks * (PAGE_BYTES + block_bytes)
+    """Open a disk with space for this many blocks in whole regions, as fast as needed. See ``DiskTier`` for the last
+    three."""
+    per_region = region_blocks(blocks)
+    regions, region_bytes = blocks // per_region, per_region * (PAGE_BYTES + block_bytes)
     return DiskTier(
-        Path(gettempdir()),
-        int(regions * region_bytes * OVERHEAD) + region_bytes // 2,
+        Path(gettempdir()),  # nothing is in it: _NoFiles
+        _size_for(regions * region_bytes) + region_bytes // 2,  # for the files' heads; no other region fits in
         pool=memoryview(bytearray(1)),
         clock=clock,
         post=post,

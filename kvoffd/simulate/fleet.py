@@ -29,11 +29,11 @@ SEED = 1
 SESSION_BLOCKS = 2
 """Leading blocks that stand for a request's session if the trace has no sessions."""
 SOURCES = "computed", "pool", "disk", "store", "peer"
-"""Places from which the tokens of a prompt come."""
+"""Places from which the tokens of a prompt come: ``computed``, and the kinds of ``prompt_tokens.Source``."""
 MEASURED_FROM_NODES = 32
 """Nodes from which on the user sees how much memory a replay takes before it begins: a node takes up to 20 MiB."""
-MEASURED_NODES = 4
-"""Nodes with which that is measured. Of a replay over n nodes it takes 4/n of the time."""
+MEASURED_NODES, MEASURED_ONE_OF = 4, 64
+"""Nodes with which that is measured, twice: at least this many, and one of this many."""
 
 
 class Route(StrEnum):
@@ -210,12 +210,12 @@ class _Fleet:
             size, pools = blocks * plan.nodes, 1
             if disk is not None:
                 disk = disk._replace(blocks=disk.blocks * plan.nodes, per_day_blocks=disk.per_day_blocks * plan.nodes)
-        is_open = shares is not Shares.NOTHING and plan.is_sharing
+        is_sharing = shares is not Shares.NOTHING and plan.is_sharing
         self.nodes = [
-            Node(trace, policy, size, self._clock, NodeEvents(at, self._indexes), disk, tiers=is_open)
+            Node(trace, policy, size, self._clock, NodeEvents(at, self._indexes), disk, shares=is_sharing)
             for at in range(pools)
         ]
-        if is_open:
+        if is_sharing:
             self._share()
 
     def _clock(self) -> float:
@@ -233,20 +233,19 @@ class _Fleet:
                 others = [(at + distance) % plan.nodes for distance in range(1, plan.peers + 1)]
                 self.peers.append(node.below.add_peers(self.places, sum(1 << other for other in others)))
 
-    def request(self, number: int) -> tuple[int, FoundPrefix]:
-        """Carry out a request of the trace. Returns its node, and what that found."""
+    def serve(self, number: int) -> tuple[int, FoundPrefix]:
+        """Serve a request of the trace. Returns the node that computes it, and what was found."""
         packed, seconds = self._trace.requests[number], self._trace.seconds
         self.now = max(self.now, seconds[number]) if seconds else 0.0
         for index in self._indexes:
             index.update()
-        keys = [packed[at : at + KEY_BYTES] for at in range(0, len(packed), KEY_BYTES)]
         if self._shares is Shares.ONE_POOL:
-            at = self.router.least_busy(self.router.every)
-            return at, self.nodes[0].request(packed)
+            return self.router.least_busy(self.router.every), self.nodes[0].serve(packed)
+        keys = [packed[at : at + KEY_BYTES] for at in range(0, len(packed), KEY_BYTES)]
         at = self.router.choose(number, keys, self.now)
         if self._plan.named_peer and self.peers:
             self.peers[at].peers = self.router.peer_of(at, keys)
-        return at, self.nodes[at].request(packed)
+        return at, self.nodes[at].serve(packed)
 
 
 def replay_fleet(
@@ -255,17 +254,18 @@ def replay_fleet(
     """Replay a trace, without its hints, over nodes with a pool of this many blocks each. The same arguments give the
     same result."""
     fleet, speeds = _Fleet(trace, policy, blocks, plan, shares), plan.speeds
-    found_blocks: Counter[str] = Counter()
+    blocks_by_source: Counter[str] = Counter()
     first_token_s = wait_s = 0.0
     for number, packed in enumerate(trace.requests):
-        at, found = fleet.request(number)
+        at, found = fleet.serve(number)
         sources = _by_source(found)
         computed = len(packed) // KEY_BYTES - found.hits
-        found_blocks.update(sources, computed=computed)
+        blocks_by_source.update(sources, computed=computed)
         computing_s = computed * trace.tokens_per_block / speeds.compute_tokens
-        loading_s = found.hits / speeds.memory_bytes + sources["disk"] / speeds.disk_bytes
-        loading_s += (sources["store"] + sources["peer"]) / speeds.network_bytes
-        first_token_s += loading_s * plan.block_bytes + computing_s
+        loading_s = plan.block_bytes * found.hits / speeds.memory_bytes
+        loading_s += plan.block_bytes * sources["disk"] / speeds.disk_bytes
+        loading_s += plan.block_bytes * (sources["store"] + sources["peer"]) / speeds.network_bytes
+        first_token_s += loading_s + computing_s
         waiting_s = max(0.0, float(fleet.busy_until[at]) - fleet.now)
         wait_s += waiting_s
         fleet.busy_until[at] = fleet.now + waiting_s + computing_s
@@ -286,7 +286,7 @@ def replay_fleet(
         blocks=blocks,
         plan=plan,
         shares=shares,
-        tokens={source: found_blocks[source] * trace.tokens_per_block for source in SOURCES},
+        tokens={source: blocks_by_source[source] * trace.tokens_per_block for source in SOURCES},
         links={link: count * plan.block_bytes for link, count in links.items()},
         pooled_blocks=len(copies),
         repeated_blocks=sum(count > 1 for count in copies),
@@ -298,24 +298,24 @@ def replay_fleet(
 
 
 def expected_bytes(trace: RequestTrace, policy: str, blocks: int, plan: FleetPlan) -> int:
-    """Return the memory that a replay over the plan's nodes takes besides the trace, at most: a few nodes are measured.
+    """Return about how much memory a replay over the plan's nodes takes besides the trace: some of them are measured.
 
     Most of it is tables, of which each key touches a few pages. So it is most if requests go round, as they do here.
     """
-    which = [number for number in range(len(trace.requests)) if number % plan.nodes < MEASURED_NODES]
-    part = trace._replace(
-        requests=[trace.requests[number] for number in which],
-        seconds=[trace.seconds[number] for number in which] if trace.seconds else (),
-    )
-    few = plan._replace(nodes=MEASURED_NODES, route=Route.ROUND_ROBIN, peers=min(plan.peers, MEASURED_NODES - 1))
-    before = _resident_bytes()
-    fleet = _Fleet(part, policy, blocks, few, Shares.GIVEN)
-    for number in range(len(part.requests)):
-        fleet.request(number)
-    taken = _resident_bytes() - before
-    for node in fleet.nodes:
-        node.close()
-    return taken * plan.nodes // MEASURED_NODES
+    count = max(MEASURED_NODES, plan.nodes // MEASURED_ONE_OF)
+    few = plan._replace(nodes=count, route=Route.ROUND_ROBIN, peers=min(plan.peers, count - 1))
+    fleets, taken = [], 0
+    for _ in range(2):  # the first ones fill what the process had free, as the trace was read
+        before = _resident_bytes()
+        fleets.append(fleet := _Fleet(trace, policy, blocks, few, Shares.GIVEN))
+        for number in range(len(trace.requests)):
+            if number % plan.nodes < count:
+                fleet.serve(number)
+        taken = _resident_bytes() - before
+    for fleet in fleets:
+        for node in fleet.nodes:
+            node.close()
+    return taken * plan.nodes // count
 
 
 def _resident_bytes() -> int:
@@ -324,11 +324,10 @@ def _resident_bytes() -> int:
 
 
 def _by_source(found: FoundPrefix) -> Counter[str]:
-    """Return the number of found keys by the kind of their source."""
+    """Return the number of found keys by the kind of their source, one of ``SOURCES``."""
     if found.loaded is None:
         return Counter({POOL.kind: found.hits})
-    numbers = Counter(found.loaded.numbers)
     sources: Counter[str] = Counter()
-    for number, count in numbers.items():
+    for number, count in Counter(found.loaded.numbers).items():
         sources[found.loaded.sources.get(number, POOL).kind] += count
     return sources

@@ -7,13 +7,14 @@ from collections.abc import Callable, Iterator, Sequence
 from math import inf
 from typing import TypeAlias, TypeVar
 
-from kvoffd.simulate.fleet import SOURCES, FleetPlan, FleetReplayed, Route, Shares, Speeds, replay_fleet
+from kvoffd.simulate.fleet import SOURCES, FleetPlan, FleetReplayed, Route, Shares, Speeds
 from kvoffd.simulate.trace import RequestTrace
 from kvoffd.tiering import WriteMode
 from kvoffd_proto.units import format_size, parse_duration, parse_size
 
 MAX_NODES = 1000
-ALL, NAMED, NO_LIMIT, UNLIMITED = "all", "named", "none", "unlimited"
+ALL, NAMED, ANY_WAIT, ANY_SIZE = "all", "named", "none", "unlimited"
+"""Values that options have besides numbers: of --route and --peers, of --peers, of --busy-limit, and of --shared."""
 DEFAULTS = {
     "--route": ALL,
     "--busy-limit": "5s",
@@ -73,7 +74,7 @@ def make_plans(
         nodes,
         _speeds(texts),
         block_bytes,
-        busy_s=inf if busy_limit == NO_LIMIT else _read("--busy-limit", busy_limit, parse_duration),
+        busy_s=inf if busy_limit == ANY_WAIT else _read("--busy-limit", busy_limit, parse_duration),
         least_prefix=_read("--least-prefix", texts["--least-prefix"], _part),
         staleness_s=_read("--staleness", texts["--staleness"], parse_duration),
         peers=_peers(texts["--peers"], nodes),
@@ -84,23 +85,25 @@ def make_plans(
     names = [*Route] if texts["--route"] == ALL else texts["--route"].split(",")
     routes = dict.fromkeys(_one_of("--route", name.strip(), Route) for name in names)
     if Route.PREFIX not in routes:
-        users = {"--busy-limit": "", "--least-prefix": ""}
-        if not plan.named_peer:
-            users["--staleness"] = f", and for --peers {NAMED}"
-        if wrong := [option for option in users if _text(given, option)]:
-            use = f"--route {Route.PREFIX}{users[wrong[0]]}"
-            raise ValueError(f"{wrong[0]} is for {use}; add that, or leave {wrong[0]} out.")
+        for option in ("--busy-limit", "--least-prefix", "--staleness"):
+            use = f"--route {Route.PREFIX}"
+            if option == "--staleness":
+                if plan.named_peer:
+                    continue
+                use += f", and for --peers {NAMED}"
+            if _text(given, option):
+                raise ValueError(f"{option} is for {use}; add that, or leave {option} out.")
     return [plan._replace(route=route) for route in routes]
 
 
-def replays(
-    trace: RequestTrace, policy: str, blocks: int, plans: Sequence[FleetPlan]
-) -> Iterator[Callable[[], FleetReplayed]]:
-    """Yield the replays of a policy and a size: the bound, then for each rule the floor and what the plan shares."""
-    yield lambda: replay_fleet(trace, policy, blocks, plans[0], Shares.ONE_POOL)
+def compared(plans: Sequence[FleetPlan]) -> Iterator[tuple[FleetPlan, Shares]]:
+    """Yield what is replayed with plans that differ in the rule: the bound, then for each rule the floor and, if the
+    plan shares anything, what it gives."""
+    yield plans[0], Shares.ONE_POOL
     for plan in plans:
-        for shares in (Shares.NOTHING, Shares.GIVEN) if plan.is_sharing else (Shares.NOTHING,):
-            yield lambda plan=plan, shares=shares: replay_fleet(trace, policy, blocks, plan, shares)  # type: ignore[misc]
+        yield plan, Shares.NOTHING
+        if plan.is_sharing:
+            yield plan, Shares.GIVEN
 
 
 def _text(given: argparse.Namespace, option: str) -> str:
@@ -148,7 +151,7 @@ def _store_blocks(text: str, pooled_blocks: int, block_bytes: int) -> int | None
     times = text.removesuffix("x")
     if not text:
         return None
-    if text == UNLIMITED:
+    if text == ANY_SIZE:
         return 0
     if text.endswith("x") and times.isdecimal() and int(times):
         return int(times) * pooled_blocks
@@ -158,9 +161,9 @@ def _store_blocks(text: str, pooled_blocks: int, block_bytes: int) -> int | None
 
 
 def _speeds(texts: dict[str, str]) -> Speeds:
-    """Return the speeds of the default text with those that were given instead."""
+    """Return the given speeds, and the default ones of the others."""
     found: dict[str, float] = {}
-    for part in f"{DEFAULTS['--speeds']},{texts['--speeds']}".split(","):
+    for part in f"{DEFAULTS['--speeds']},{texts['--speeds']}".split(","):  # what is given comes last, and holds
         name, _, text = part.strip().partition("=")
         if name not in ("compute", "memory", "disk", "network"):
             raise ValueError(f"--speeds {part}: write some of {DEFAULTS['--speeds']}.")

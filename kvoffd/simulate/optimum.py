@@ -24,7 +24,6 @@ class Uses(NamedTuple):
     """Index of the access by which the next request uses the key; 0 if there is none."""
     bounds: list[int]
     """Index of the first access of each request, and the end of the last."""
-    distinct: int
 
 
 def uses_of(trace: RequestTrace) -> Uses:
@@ -32,24 +31,25 @@ def uses_of(trace: RequestTrace) -> Uses:
     lengths = np.array([len(request) // KEY_BYTES for request in trace.requests], dtype=np.int64)
     bounds = np.concatenate([[0], np.cumsum(lengths)])
     asked_by = np.repeat(np.arange(len(lengths)), lengths)
-    every, keys = np.unique(np.frombuffer(b"".join(trace.requests), dtype=np.uint64), return_inverse=True)
+    _, keys = np.unique(np.frombuffer(b"".join(trace.requests), dtype=np.uint64), return_inverse=True)
     order = np.argsort(keys, kind="stable")  # all accesses, by key and then by time
-    follows = np.append(order[1:], 0)
-    follows[np.append(np.diff(keys[order]) != 0, True)] = 0  # no use follows the last one of a key
-    # If a request has a key several times, the first access of the next request follows each, not the same request's.
+    follows = np.append(order[1:], 0)  # [as order] the key's next access; 0 if there is none, as the first follows none
+    follows[np.append(np.diff(keys[order]) != 0, True)] = 0
+    # A request that has a key several times uses it once: from the last of these on, each takes what follows the next.
     for at in np.flatnonzero((asked_by[follows] == asked_by[order]) & (follows > 0))[::-1]:
         follows[at] = follows[at + 1]
     next_use = np.empty_like(follows)
     next_use[order] = follows
-    return Uses(keys.tolist(), next_use.tolist(), bounds.tolist(), len(every))
+    return Uses(keys.tolist(), next_use.tolist(), bounds.tolist())
 
 
 def optimum_percent(uses: Uses, blocks: int) -> float:
     """Return the largest possible share of hits, in percent, with a pool of this many blocks."""
-    keys, next_uses, bounds, distinct = uses
-    kept_until = [0] * distinct
+    keys, next_uses, bounds = uses
+    kept_until = [0] * len(keys)  # there are not more different ones
     """[keys] next use if the block is kept, else 0."""
     farthest: list[int] = []
+    """Heap of the next uses of kept blocks, negative; some are of blocks that were used or evicted since."""
     hits = held = 0
     for begin, end in pairwise(bounds):
         for key in keys[begin:end]:
@@ -64,9 +64,9 @@ def optimum_percent(uses: Uses, blocks: int) -> float:
                 held += 1
                 heappush(farthest, -use)
         while held > blocks:
-            first = -heappop(farthest)
-            key = keys[first]
-            if kept_until[key] == first:
+            use = -heappop(farthest)
+            key = keys[use]
+            if kept_until[key] == use:
                 kept_until[key] = 0
                 held -= 1
     return 100 * hits / max(1, len(keys))

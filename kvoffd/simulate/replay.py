@@ -20,7 +20,7 @@ from kvoffd.cache.prompt_tokens import LoadedKeys
 from kvoffd.cache.tickets import StorePart
 from kvoffd.pool.allocator import SlotAllocator
 from kvoffd.pool.slot_table import SlotTable, TableGeometry
-from kvoffd.simulate.disk import MAX_REGION_BLOCKS, REGIONS
+from kvoffd.simulate.disk import region_blocks
 from kvoffd.simulate.tiers import DiskPlan, SimulatedTiers
 from kvoffd.simulate.trace import KEY_BYTES, RequestTrace, TracedHint
 from kvoffd_proto.messages import COMING, READY, GroupSpec
@@ -43,7 +43,7 @@ class Replayed(NamedTuple):
     blocks: int
     accesses: int
     hits: int
-    """Keys found before the first that was not, in the pool or on the disk."""
+    """Keys found before each request's first that was not, in the pool or on the disk."""
     written: int
     """Blocks written to the pool."""
     disk: DiskPlan | None = None
@@ -51,12 +51,8 @@ class Replayed(NamedTuple):
     """Hits that only the disk had."""
     disk_written: int = 0
 
-    @property
-    def size(self) -> tuple[int, int]:
-        """Blocks of the pool and of the disk."""
-        return self.blocks, self.disk.blocks if self.disk is not None else 0
-
     def percent(self, count: int) -> float:
+        """Return a number of blocks in percent of all accesses."""
         return 100 * count / max(1, self.accesses)
 
     @property
@@ -80,8 +76,7 @@ def open_cache(
     policy: str, blocks: int, clock: Callable[[], float] = lambda: 0.0, events: CacheListener = SILENCE
 ) -> Cache:
     """Make a cache with space for this many blocks, all of which leases may pin."""
-    region_blocks = max(1, min(MAX_REGION_BLOCKS, blocks // REGIONS))
-    slots = SlotAllocator(blocks * BLOCK_BYTES, region_blocks * BLOCK_BYTES)
+    slots = SlotAllocator(blocks * BLOCK_BYTES, region_blocks(blocks) * BLOCK_BYTES)
     geometry = TableGeometry(slots.pool_bytes, slots.region_bytes)
     table = SlotTable(memoryview(mmap.mmap(-1, geometry.size_bytes)), geometry, new=True)
     made = make_policy(policy, slots.pool_bytes, geometry.slots)
@@ -112,11 +107,11 @@ class Node:
     """A pool with its policy and the tiers below it, and the engine over it.
 
     Args:
-        blocks: of the pool.
-        tiers: whether there are any, besides a disk: ``below`` is then what they are added to.
+        blocks: size of the pool. What exceeds the trace's accesses can never be used, and is left out.
+        shares: whether the caller will add a store or peers to ``below``.
 
     Attributes:
-        below: None without tiers.
+        below: None without a disk, a store and peers.
     """
 
     def __init__(
@@ -128,19 +123,19 @@ class Node:
         events: CacheListener = SILENCE,
         disk: DiskPlan | None = None,
         *,
-        tiers: bool = False,
+        shares: bool = False,
     ) -> None:
         self.cache = open_cache(policy, max(1, min(blocks, trace.accesses)), clock, events)
         self.namespace = open_namespace(self.cache, trace)
         self.below: SimulatedTiers | None = None
-        if disk is not None or tiers:
+        if disk is not None or shares:
             self.below = SimulatedTiers(self.cache, events, clock, disk, BLOCK_BYTES)
         self._step_blocks = max(1, STEP_TOKENS // max(1, trace.tokens_per_block))
 
-    def request(self, keys: bytes) -> FoundPrefix:
-        """Carry out a request like an engine: look up and load, then store what is missing."""
+    def serve(self, keys: bytes) -> FoundPrefix:
+        """Serve a request like an engine: look up and load, then store what is missing."""
         self.cache.tick()
-        return request(self.cache, self.namespace, keys, self.below, self._step_blocks)
+        return serve(self.cache, self.namespace, keys, self.below, self._step_blocks)
 
     def hint(self, hint: TracedHint) -> None:
         """Carry out a hint, and wait for what it has tiers bring up."""
@@ -167,25 +162,27 @@ def replay(
 ) -> Replayed:
     """Replay a trace like an engine: for each request a lookup, then the store of the missing blocks. ``hints``: obey
     the trace's."""
-    now = 0.0
+    now = 0.0  # the clock of the node: of what comes next, and 0 if the trace has no times
     node = Node(trace, policy, blocks, lambda: now, disk=disk)
     hits, name = 0, policy + WITH_HINTS * hints
-    given = deque(trace.hints if hints else ())
+    coming = deque(trace.hints if hints else ())
     for number, keys in enumerate(trace.requests):
-        while given and given[0].before <= number:
-            one = given.popleft()
-            now = max(now, one.seconds) if trace.seconds else 0.0
-            node.hint(one)
-        now = max(now, trace.seconds[number]) if trace.seconds else 0.0
-        hits += node.request(keys).hits
+        while coming and coming[0].before <= number:
+            hint = coming.popleft()
+            if trace.seconds:
+                now = max(now, hint.seconds)
+            node.hint(hint)
+        if trace.seconds:
+            now = max(now, trace.seconds[number])
+        hits += node.serve(keys).hits
     node.close()
     if node.below is None:
         return Replayed(name, blocks, trace.accesses, hits, node.stored)
-    in_pool = node.namespace.counters.prefix_keys_ready
+    in_pool = node.namespace.counters.prefix_keys_ready  # at the first lookup, before the disk brought any up
     return Replayed(name, blocks, trace.accesses, hits, node.stored, disk, hits - in_pool, node.below.written_to_disk)
 
 
-def request(
+def serve(
     cache: Cache, namespace: Namespace, keys: bytes, below: SimulatedTiers | None = None, step_blocks: int = 2**30
 ) -> FoundPrefix:
     """Look up and load, then store the missing blocks in steps between which the tiers work."""
@@ -197,15 +194,15 @@ def request(
             break
         below.settle()
         (states,), _ = cache.lookup(namespace, SESSION, LEASE, [(0, keys)], again=True, giver=GIVER)
-    hits = len(states) - len(states.lstrip(bytes([READY])))
-    found = FoundPrefix(hits, _load(cache, namespace, keys[: hits * KEY_BYTES], below) if below is not None else None)
     lacking = np.flatnonzero(np.frombuffer(states, np.uint8) != READY).tolist()
+    hits = lacking[0] if lacking else len(states)
+    found = FoundPrefix(hits, _load(cache, namespace, keys[: hits * KEY_BYTES], below) if below is not None else None)
     for begin in range(0, len(lacking), step_blocks):
         step = lacking[begin : begin + step_blocks]
-        before = keys[: step[0] * KEY_BYTES][-KEY_BYTES:]
+        before = keys[(step[0] - 1) * KEY_BYTES : step[0] * KEY_BYTES] if step[0] else b""
         offered = select_keys(keys, step, KEY_BYTES)
         (ticket,) = cache.stores.begin(namespace, 0, [StorePart(0, offered, before={0: before} if before else {})])
-        cache.stores.commit([ticket], [[1] * len(ticket.copy)])
+        cache.stores.commit([ticket], [[1] * len(ticket.copy)])  # any checksums: nothing reads the blocks
         if below is not None:
             below.tick()
         finish_background(cache)

@@ -48,13 +48,17 @@ class BlockPlaces:
     A set of nodes is an int whose bit n stands for node n.
 
     Args:
-        age_s: time after which a change is known here.
+        age_s: time after which a change is known here, once ``update`` is called.
+
+    Attributes:
+        pools: nodes that have a block in their pool, by key: one object, which changes.
     """
 
     def __init__(self, clock: Callable[[], float], age_s: float = 0.0) -> None:
         self._clock, self._age_s = clock, age_s
         self._places: dict[str, dict[bytes, int]] = defaultdict(dict)
         """Nodes by medium and key; no key without a node."""
+        self.pools: Mapping[bytes, int] = self._places[MEDIUM_CPU]
         self._unknown: deque[_Change] = deque()
         """Changes that are not known yet."""
 
@@ -82,24 +86,19 @@ class BlockPlaces:
         while self._unknown and self._unknown[0].at <= known_until:
             self._apply(self._unknown.popleft())
 
-    @property
-    def pools(self) -> Mapping[bytes, int]:
-        """Nodes that have a block in their pool, by key."""
-        return self._places[MEDIUM_CPU]
-
     def longest_prefix(self, keys: Sequence[bytes], nodes: int, least: float = 0.0, *, only_pools: bool = False) -> int:
-        """Return those of the nodes that have the most leading keys, in pool or disk unless ``only_pools``: all of them
-        if none has any, or none has at least ``least``."""
+        """Return those of ``nodes`` that have the most leading keys, each in their pool or, unless ``only_pools``, on
+        their disk; all of ``nodes`` if that is less than ``least`` keys."""
         places = [self.pools] if only_pools else [*self._places.values()]
-        lookups, left = [nodes_of.get for nodes_of in places], nodes
+        lookups, best = [nodes_of.get for nodes_of in places], nodes
         for count, key in enumerate(keys):
             having = 0
             for nodes_of in lookups:
                 having |= nodes_of(key, 0)
-            if not (having := having & left):
-                return left if count >= least else nodes
-            left = having
-        return left
+            if not (having := having & best):
+                return best if count >= least else nodes
+            best = having
+        return best
 
 
 class NodeEvents:
@@ -137,18 +136,19 @@ class _Instant(Tier):
     def _has(self, key: bytes) -> bool:
         raise NotImplementedError
 
-    def _use(self, key: bytes) -> None:
-        """Mark a block as used, before it is read."""
+    def _use(self, key: bytes) -> bool:
+        """Mark a block as used, if that counts there; return whether it exists."""
+        return self._has(key)
 
     def find(self, group: BlockGroup, keys: Sequence[bytes], *, prefix: bool) -> Found:
-        states = bytearray(len(keys))
+        states = bytearray([ABSENT]) * len(keys)
         self.counters.asked_keys += len(keys)
         for at, key in enumerate(keys):
             if self._has(key):
                 states[at] = PRESENT
             elif prefix:
                 break
-        self.counters.found_keys += len(keys) - states.count(ABSENT)
+        self.counters.found_keys += states.count(PRESENT)
         return Found(bytes(states))
 
     def read(
@@ -160,8 +160,7 @@ class _Instant(Tier):
         on_end: ReadEnd,
         is_awaited: Callable[[], bool] = lambda: True,
     ) -> bool:
-        self._use(key)
-        if not self._has(key):
+        if not self._use(key):
             return False
         self.counters.read_blocks += 1
         ones = (1,) * len(group.lengths)
@@ -212,11 +211,11 @@ class StoreObjects:
     """Blocks in a store that all nodes share, which evicts the least recently used one when it is full.
 
     Args:
-        most: number of blocks that it holds; 0 for no limit.
+        max_blocks: number of blocks that it holds; 0 for no limit.
     """
 
-    def __init__(self, most: int) -> None:
-        self.most = most
+    def __init__(self, max_blocks: int) -> None:
+        self.max_blocks = max_blocks
         self.evicted = 0
         self._keys: OrderedDict[bytes, None] = OrderedDict()
 
@@ -234,14 +233,14 @@ class StoreObjects:
 
     def put(self, key: bytes) -> None:
         self._keys[key] = None
-        if self.most and len(self._keys) > self.most:
+        if self.max_blocks and len(self._keys) > self.max_blocks:
             self._keys.popitem(last=False)
             self.evicted += 1
 
 
 class SimulatedStore(_Instant):
-    """One node's connection to a store. What the daemon believes of it for a while is believed here: what exists is
-    offered again after ``Store.believed_s``, which counts as a use, or once a lookup did not find it.
+    """One node's connection to a store. It believes answers for as long as a daemon: a block that exists is offered
+    again, which counts as a use, after ``Store.believed_s`` or once a lookup did not find it.
 
     Args:
         block_bytes: bytes of a block.
@@ -266,13 +265,16 @@ class SimulatedStore(_Instant):
         """Keys that the store was seen to have, and until when that is believed."""
 
     def _has(self, key: bytes) -> bool:
-        if is_there := key in self._objects:
-            self._believe(key)
-        return is_there
+        return key in self._objects
+
+    def _use(self, key: bytes) -> bool:
+        return self._objects.use(key)
 
     def find(self, group: BlockGroup, keys: Sequence[bytes], *, prefix: bool) -> Found:
-        for key in keys:  # a daemon asks about those behind the first that is absent too
-            if key not in self._objects:
+        for key in keys:  # a daemon hears of those behind the first that is absent too
+            if self._has(key):
+                self._believe(key)
+            else:
                 self._believed.pop(key, None)
         return super().find(group, keys, prefix=prefix)
 
@@ -282,9 +284,6 @@ class SimulatedStore(_Instant):
     def wants(self, group: BlockGroup, keys: Sequence[bytes]) -> list[bool]:
         now = self._clock()
         return [self._believed.get(key, now) <= now for key in keys]
-
-    def _use(self, key: bytes) -> None:
-        self._objects.use(key)
 
     def write(self, block: Block, offsets: Sequence[int], on_end: WriteEnd) -> bool:
         if self._objects.use(block.key):
@@ -306,5 +305,5 @@ class SimulatedStore(_Instant):
     def tick(self) -> None:
         if self._clock() >= self._look_at or self._fullness.wrote_much():
             self._look_at = self._clock() + LOOK_S
-            size, used = self._objects.most * self._block_bytes, len(self._objects) * self._block_bytes
+            size, used = self._objects.max_blocks * self._block_bytes, len(self._objects) * self._block_bytes
             self._fullness.looked(StoreUsage(size, used, self._objects.evicted))

@@ -12,6 +12,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, NamedTuple, cast
 
+import numpy as np
 from msgspec import UNSET, DecodeError, Meta, Struct, UnsetType, ValidationError, field
 from msgspec.json import Decoder
 
@@ -27,8 +28,10 @@ MAX_LINE_BYTES = 64 << 20
 MAX_VALUE_BYTES = 256 << 20
 """Longest value that is not in one line."""
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-MAX_KEY, OWN_KEY = (1 << 8 * KEY_BYTES) - 1, 1 << 63
-"""The largest key (negative ones wrap), and the first key of blocks local to a session."""
+MAX_KEY = (1 << 8 * KEY_BYTES) - 1
+"""The largest key; negative numbers of blocks are taken as those of two's complement."""
+OWN_KEY = 1 << 63
+"""First of the keys that are given to blocks of sessions with numbers of their own."""
 MAX_TOKENS = (1 << 31) - 1
 """The most tokens of a block."""
 MAX_TIME = 1 << 63
@@ -70,6 +73,18 @@ class _Line(Struct):
     """The line is a hint about its blocks, not a request."""
     priority: Annotated[int, Meta(ge=0, le=MAX_PRIORITY)] = 0
     ttl_s: Annotated[float, Meta(ge=0, le=MAX_TTL_S)] = 0.0
+
+    @property
+    def is_session(self) -> bool:
+        return self.requests is not UNSET
+
+    def flat(self) -> Iterator[_Line]:
+        """Yield the request, or those of a session and its agents."""
+        if self.requests is UNSET:
+            yield self
+        else:
+            for one in self.requests:
+                yield from one.flat()
 
     @property
     def tokens_per_block(self) -> int | None:
@@ -128,18 +143,26 @@ class RequestTrace(NamedTuple):
 
     @property
     def accesses(self) -> int:
-        """Keys of all requests."""
+        """Number of the requests' keys, repeated ones included."""
         return sum(map(len, self.requests)) // KEY_BYTES
+
+    @property
+    def distinct(self) -> int:
+        """Number of different keys."""
+        return len(np.unique(np.frombuffer(b"".join(self.requests), np.uint64)))
 
 
 class _Lengths:
-    """Ranges of the tokens that a block may have, by the lengths of all requests."""
+    """Ranges of the tokens that a block may have, by the lengths of all requests. Each request narrows them.
+
+    Tools differ in what they do with tokens that fill no block.
+    """
 
     def __init__(self) -> None:
         self._padded = range(1, MAX_TOKENS + 1)
-        """If a request's last block need not be full."""
+        """If they are in a last block: count = ceil(length / tokens)."""
         self._whole = self._padded
-        """If requests have only whole blocks, and a rest that is in none."""
+        """If they are in no block: count = floor(length / tokens)."""
 
     def add(self, count: int, length: int) -> None:
         """Narrow the ranges by a request of ``length`` tokens in ``count`` blocks, at least two."""
@@ -170,14 +193,14 @@ class _TraceParts:
         """Whether times are those since the beginning of a session."""
         self._hints: list[TracedHint] = []
         self._kinds: Counter[tuple[int, int]] = Counter()
-        """Blocks by their tokens and bytes, if a line gives them."""
+        """Number of blocks by their tokens and bytes, 0 for unknown, as far as lines give them."""
         self._lengths = _Lengths()
         self._missing = self._skipped = self._accesses = self._own_keys = 0
 
     def add(self, line: _Line) -> None:
         """Add a request, a hint, or the requests of a session. Raises BadTrace if the trace gets too large."""
         self._missing += line.dropped
-        is_session = line.requests is not UNSET
+        is_session = line.is_session
         if line.hash_ids is UNSET and not is_session:
             self._skipped += 1
             return
@@ -185,7 +208,7 @@ class _TraceParts:
         session: object = object() if is_session else line.session_id
         own: dict[int, int] = {}
         """Key by number, if the session's numbers mean other blocks than those of others."""
-        for one in _requests_of(line):
+        for one in line.flat():
             ids = one.hash_ids or []
             self._accesses += 1 + len(ids)
             if self._accesses > MAX_ACCESSES:
@@ -209,13 +232,14 @@ class _TraceParts:
         self._own_keys += len(own)
 
     def _add_sizes(self, line: _Line, one: _Line, blocks: int) -> None:
-        """Count the blocks of a request by their sizes, as far as the line gives them."""
-        is_session = line.requests is not UNSET
-        if is_session and line.block_size is not None:
+        """Count the blocks of a request or hint by their sizes, as far as the line gives them."""
+        if not blocks:
+            return
+        if line.is_session and line.block_size is not None:
             self._kinds[line.block_size, 0] += blocks
         elif (tokens := one.tokens_per_block) is not None or one.block_bytes:
             self._kinds[MOONCAKE_TOKENS if tokens is None else tokens, one.block_bytes] += blocks
-        length = one.session_input_length if is_session else one.input_length
+        length = one.session_input_length if line.is_session else one.input_length
         if blocks > 1 and type(length) is int:
             self._lengths.add(blocks, length)
 
@@ -228,19 +252,21 @@ class _TraceParts:
             seconds = []
         if len(sessions) < len(requests):
             sessions = []
-        if self._begin_together and seconds:
+        if self._begin_together and seconds:  # the sessions, one after the other in the file, ran at the same time
             by_time = sorted((at, number) for number, at in enumerate(seconds))
             hints = [one._replace(before=bisect_left(by_time, (one.seconds, one.before))) for one in hints]
             hints.sort(key=lambda one: (one.before, one.seconds))
             requests, seconds = [requests[number] for _, number in by_time], [at for at, _ in by_time]
             sessions = [sessions[number] for _, number in by_time] if sessions else []
         seconds = [*accumulate(seconds, max)]
-        tokens, _ = max(self._kinds, key=self._kinds.__getitem__, default=(self._lengths.block_tokens, 0))
+        by_tokens: Counter[int] = Counter()
+        for (tokens, _), count in self._kinds.items():
+            by_tokens[tokens] += count
         sized = {kind: count for kind, count in self._kinds.items() if kind[1]}
         blocks = sum(sized.values())
         return RequestTrace(
             self._path.stem.removesuffix(".jsonl"),
-            tokens,
+            max(by_tokens, key=by_tokens.__getitem__, default=self._lengths.block_tokens),
             requests,
             block_bytes=sum(nbytes * count for (_, nbytes), count in sized.items()) // max(1, blocks),
             cut_off=cut_off,
@@ -274,15 +300,6 @@ def read_trace(path: Path) -> RequestTrace:
     return parts.trace(cut_off=False)
 
 
-def _requests_of(line: _Line) -> Iterator[_Line]:
-    """Yield the request, or those of a session and its agents."""
-    if line.requests is UNSET:
-        yield line
-    else:
-        for one in line.requests:
-            yield from _requests_of(one)
-
-
 def _lines(path: Path) -> Iterator[bytes]:
     """Yield the file's lines, decompressed. Raises BadTrace, OSError, and EOFError at the end of a truncated file."""
     with path.open("rb") as file:
@@ -310,6 +327,7 @@ def _bounded_lines(file: BinaryIO, path: Path) -> Iterator[bytes]:
 def _decoded(lines: Iterator[bytes], path: Path) -> Iterator[_Line]:
     """Decode the lines. Raises BadTrace, and EOFError if the last one is incomplete."""
     begun = False
+    """Whether a line was a value, so that the others are too."""
     for number, line in enumerate(lines, 1):
         if number == 1:
             line = line.removeprefix(BYTE_ORDER_MARK)
@@ -319,7 +337,7 @@ def _decoded(lines: Iterator[bytes], path: Path) -> Iterator[_Line]:
             try:
                 found = _DECODER.decode(line)
             except DecodeError as error:
-                if begun or isinstance(error, ValidationError) or "truncated" not in str(error):
+                if begun or "truncated" not in str(error):  # as msgspec says of an unfinished value
                     raise
                 found = _DECODER.decode(_with_rest(line, lines, path))  # one value over several lines
             begun = True
@@ -330,7 +348,7 @@ def _decoded(lines: Iterator[bytes], path: Path) -> Iterator[_Line]:
             raise
         except (DecodeError, ValueError, RecursionError) as error:
             is_malformed = isinstance(error, DecodeError) and not isinstance(error, ValidationError)
-            if number > 1 and is_malformed and not line.endswith(b"\n"):
+            if begun and is_malformed and not line.endswith(b"\n"):
                 raise EOFError from None
             raise BadTrace(
                 f"{path}:{number} is neither a request (a JSON object whose hash_ids are whole 64-bit numbers) nor a "
@@ -352,14 +370,15 @@ def _with_rest(begin: bytes, lines: Iterator[bytes], path: Path) -> bytes:
 
 
 def _check(line: _Line, where: str) -> None:
-    """Raise ValueError if the line is a request or a session with wrong values, and BadTrace if its times are. Blocks
-    and times may be missing."""
-    is_session = line.requests is not UNSET
-    if is_session and line.hash_id_scope not in ("local", "global"):
+    """Check the values of a request or a session that their types leave open. Blocks and times may be missing.
+
+    Raises BadTrace for a time, which has a sentence of its own, and ValueError without one for the others.
+    """
+    if line.is_session and line.hash_id_scope not in ("local", "global"):
         raise ValueError
-    if is_session and line.block_size is not None and line.valid_block_size is None:
+    if line.is_session and line.block_size is not None and line.valid_block_size is None:
         raise ValueError
-    for one in _requests_of(line):
+    for one in line.flat():
         if one.hash_ids and not -(1 << 63) <= min(one.hash_ids) <= max(one.hash_ids) <= MAX_KEY:
             raise ValueError
         for time in (one.t, one.timestamp):

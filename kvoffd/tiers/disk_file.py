@@ -124,13 +124,13 @@ def default_region_bytes(size_bytes: int) -> int:
 
     Each block size needs its own regions: with fewer regions, some sizes would get none.
     """
-    usable = _usable(size_bytes)
+    usable = usable_bytes(size_bytes)
     wanted = max(_MIN_REGION_BYTES, min(_MAX_REGION_BYTES, usable // _REGIONS), usable // MAX_REGIONS)
     regions = max(_MIN_REGIONS, usable // wanted)
     return max(MIN_SLOT_BYTES, usable // regions // PAGE_BYTES * PAGE_BYTES)
 
 
-def _usable(size_bytes: int) -> int:
+def usable_bytes(size_bytes: int) -> int:
     """Return the bytes for regions in a tier of this size. The index may become as large as for the smallest slots: a
     region's records stay allocated when it gets larger ones."""
     index_bytes = size_bytes // MIN_SLOT_BYTES * RECORD.itemsize
@@ -340,7 +340,7 @@ class DiskFile:
     def _resize(self) -> None:
         """Set the number of regions to what the size allows, and allocate them."""
         head, size_bytes = self.head, self.size_bytes
-        regions = min(MAX_REGIONS, _usable(size_bytes) // head.region_bytes)
+        regions = min(MAX_REGIONS, usable_bytes(size_bytes) // head.region_bytes)
         if regions < 1:
             raise DiskError(
                 f"{format_size(size_bytes)} ({size_bytes} bytes) are too few for {self.path}, whose regions have "

@@ -214,6 +214,10 @@ class ListBlocks(m.Request[BlocksListed], frozen=True):
 # --- traces ----------------------------------------------------------------------------------------
 
 
+CHAIN_BYTES = 400
+"""Memory of a ``TraceChain`` besides its keys."""
+
+
 class TraceChain(m.Wire, frozen=True):
     """A prompt's keys of one group, recorded once even if it was looked up several times, or a hint's."""
 

@@ -27,7 +27,7 @@ import numpy as np
 from kvoffd.cache.cache import Cache
 from kvoffd.cache.namespace import Namespace
 from kvoffd.simulate.optimum import optimum_percent, uses_of
-from kvoffd.simulate.replay import GIVER, LEASE, SESSION, STEP_TOKENS, FoundPrefix, replay, request
+from kvoffd.simulate.replay import GIVER, LEASE, SESSION, STEP_TOKENS, FoundPrefix, replay, serve
 from kvoffd.simulate.tiers import SimulatedTiers
 from kvoffd.simulate.trace import MOONCAKE_TOKENS, RequestTrace, read_trace
 from tests.bench.report_file import markdown_table, print_report, run_facts
@@ -101,14 +101,14 @@ def own_hits(trace: RequestTrace, blocks: int, *, at_once: bool = False, prompt_
     def counted(
         cache: Cache, namespace: Namespace, keys: bytes, below: SimulatedTiers | None = None, step_blocks: int = 2**30
     ) -> FoundPrefix:
-        found = request(cache, namespace, keys, below, step_blocks)
+        found = serve(cache, namespace, keys, below, step_blocks)
         hits.append(found.hits)
         if prompt_last:
             make_prompt_last(cache, namespace, keys)
         return found
 
     step_tokens = sys.maxsize if at_once else STEP_TOKENS
-    with patch.multiple("kvoffd.simulate.replay", request=counted, STEP_TOKENS=step_tokens):
+    with patch.multiple("kvoffd.simulate.replay", serve=counted, STEP_TOKENS=step_tokens):
         found = replay(trace, "lru", blocks)
     assert sum(hits) == found.hits, "hits of requests do not add up"
     return hits

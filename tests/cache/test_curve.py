@@ -15,7 +15,7 @@ from kvoffd.cache.curve import SIZES, HitRatioCurve
 from kvoffd.cache.learned import Learned
 from kvoffd.cache.namespace import Group, MissReason, Namespace
 from kvoffd.cache.policy import Chain
-from kvoffd.simulate.replay import open_cache, open_namespace, replay, request
+from kvoffd.simulate.replay import open_cache, open_namespace, replay, serve
 from kvoffd.simulate.trace import KEY_BYTES, RequestTrace
 from kvoffd_proto.messages import GroupSpec
 from kvoffd_proto.stats import PolicyClass
@@ -220,7 +220,7 @@ def test_each_namespace_has_its_own_curve_in_a_pool_of_all() -> None:
         opened = [open_namespace(cache, trace, bytes([number]) * 32) for number, trace in enumerate(traces)]
         for requests in zip(*(trace.requests for trace in traces), strict=True):
             for namespace, keys in zip(opened, requests, strict=True):
-                request(cache, namespace, keys)
+                serve(cache, namespace, keys)
         for group, true, trace in zip(groups, opened, traces, strict=True):
             found = true.counters.prefix_keys_ready / trace.accesses
             assert watched.of_namespaces([group.namespace])[0].lru_hit_ratio[size] == pytest.approx(found, abs=0.006)

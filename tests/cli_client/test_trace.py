@@ -25,13 +25,13 @@ from kvoffd.cache.policy import Chain
 from kvoffd.errors import KvoffdError
 from kvoffd.server import tracer as tracer_module
 from kvoffd.server.session import Session
-from kvoffd.server.tracer import CHAIN_BYTES, Tracer
+from kvoffd.server.tracer import Tracer
 from kvoffd.simulate.replay import replay
 from kvoffd.simulate.trace import read_trace
 from kvoffd_client.cli import main
 from kvoffd_client.cli.trace import TraceWriter
 from kvoffd_client.testing import FakeEngine
-from kvoffd_proto.admin import TraceChain
+from kvoffd_proto.admin import CHAIN_BYTES, TraceChain
 from kvoffd_proto.messages import GroupKeys, GroupSpec, HintAction
 from tests.kit.command import DEADLINE_S, start_cli
 from tests.kit.daemon import DaemonProcess
@@ -119,6 +119,38 @@ def test_what_was_asked_for_is_recorded_and_replayed(tmp_path: Path, capfd: pyte
     trace = read_trace(file)
     assert (trace.name, trace.accesses, trace.cut_off) == ("asked", 14, False)
     assert replay(trace, "lru", 6).hits == 8
+
+
+def test_all_that_the_daemon_has_at_the_end_is_recorded(tmp_path: Path) -> None:
+    """More short prompts than one answer holds, which came while the recorder was stopped."""
+    file, prompts = tmp_path / "many", 3000
+    with (
+        DaemonProcess("16MiB") as daemon,
+        FakeEngine(daemon.directory, "tiny") as engine,
+        start_cli("trace", "record", str(file), "--json", "--directory", str(daemon.directory)) as process,
+    ):
+        wait_until(file.exists)
+        process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, process.pid, os.WSTOPPED)
+        for number in range(prompts):
+            engine.lookup([number.to_bytes(32, "big")])
+            engine.release()
+        process.send_signal(signal.SIGINT)
+        process.send_signal(signal.SIGCONT)
+        out, _ = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 0
+    done = json.loads(out)
+    assert (done["chains"], done["dropped"], done["ended"]) == (prompts, 0, "interrupt")
+
+
+def test_a_replay_that_is_killed_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for number, said in ((signal.SIGKILL, "memory runs out; give smaller sizes"), (signal.SIGSEGV, "by signal 11.")):
+        dies = [sys.executable, "-c", f"import os; os.kill(os.getpid(), {number})"]
+        monkeypatch.setattr("kvoffd_client.cli.trace.program", lambda *_, dies=dies: dies)
+        assert main(["trace", "replay", str(tmp_path / "trace"), "--blocks", "1"]) == 2
+        assert said in capsys.readouterr().err
 
 
 def test_a_bad_path_and_a_full_disk_are_said_in_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -197,10 +197,22 @@ def test_a_block_is_named_by_what_ran(
 ) -> None:
     """Absent: for how long the sampling thread did not run."""
     own_time.watch._sample = loop_watch._Sample(own_time.watch._due_at, seen, absent_s)
-    own_time.watch._wake_at = own_time.watch._due_at + 2.0
+    own_time.watch._look_at = own_time.watch._due_at + 2.0
     own_time.process_s += used_s
     own_time.beat(late_s=2.0)
     assert caplog.messages == [f"The loop was blocked for 2000 ms by {named}."]
+
+
+@pytest.mark.usefixtures("all_logged")
+def test_a_turn_that_ended_before_the_beat_is_not_called_a_stop(
+    own_time: OwnTime, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Such as a call to a slow disk while the loop is idle: the other thread had no reason to look."""
+    own_time.watch._look_at = own_time.watch._due_at + loop_watch.SAMPLED_S
+    with own_time.watch:
+        own_time.clock.now += 0.2
+    own_time.beat()
+    assert caplog.messages == [f"The loop was blocked for 200 ms by {loop_watch.UNSEEN}."]
 
 
 def hold_the_interpreter() -> None:

@@ -10,16 +10,18 @@ from collections.abc import Sequence
 from itertools import islice, product
 from math import inf
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 from kvoffd.simulate.command import main
 from kvoffd.simulate.fleet import FleetPlan, FleetReplayed, Route, Shares, Speeds, replay_fleet
 from kvoffd.simulate.replay import Node, replay
-from kvoffd.simulate.shared import BlockPlaces, NodeEvents, StoreObjects
+from kvoffd.simulate.shared import BlockPlaces, NodeEvents, SimulatedStore, StoreObjects
 from kvoffd.simulate.tiers import DiskPlan
 from kvoffd.simulate.trace import KEY_BYTES, RequestTrace, read_trace
 from kvoffd.tiering import WriteMode
+from kvoffd.tiers.tier import ABSENT
 from kvoffd_client.cli import main as console
 from kvoffd_proto.messages import KeyState
 from kvoffd_proto.units import parse_size
@@ -211,7 +213,7 @@ def test_the_index_is_what_the_caches_have() -> None:
     events = [NodeEvents(at, [places]) for at in range(2)]
     nodes = [Node(CHAT, "lru", 24, lambda: 0.0, events[at], DiskPlan(40, WriteMode.ALWAYS)) for at in range(2)]
     for number, keys in enumerate(CHAT.requests):
-        nodes[number % 2].request(keys)
+        nodes[number % 2].serve(keys)
     every = {packed[at : at + KEY_BYTES] for packed in CHAT.requests for at in range(0, len(packed), KEY_BYTES)}
     for at, node in enumerate(nodes):
         having = {key for key in every if node.cache.describe_block(node.namespace, 0, key)[0] is KeyState.READY}
@@ -230,6 +232,16 @@ def test_a_store_evicts_what_is_unused_for_longest() -> None:
     store.put(b"3")
     assert not store.use(b"2")
     assert (b"1" in store, b"3" in store, len(store), store.evicted) == (True, True, 2, 1)
+
+
+def test_a_store_is_not_offered_what_a_lookup_found_behind_a_hole() -> None:
+    """A daemon asks about all keys, also with ``prefix``, and believes what it hears of those after the gap."""
+    objects = StoreObjects(0)
+    objects.put(b"2")
+    store, group = SimulatedStore(objects, 100, 800, lambda: 0.0, lambda call: call(), Mock()), Mock()
+    assert store.wants(group, [b"1", b"2"]) == [True, True]
+    assert store.find(group, [b"1", b"2"], prefix=True).states == bytes([ABSENT, ABSENT])
+    assert store.wants(group, [b"1", b"2"]) == [True, False]
 
 
 @pytest.mark.parametrize("every_s", [0, 10])
@@ -349,16 +361,18 @@ def test_options_that_no_router_uses_are_refused(tmp_path: Path, capfd: pytest.C
 MEASURE = """
 import sys
 from pathlib import Path
-from kvoffd.simulate import fleet
+from kvoffd.simulate import command, fleet
 from kvoffd.simulate.trace import read_trace
+command._map_sparsely()
 trace = read_trace(Path(sys.argv[1]))
 plan = fleet.FleetPlan(40, fleet.Speeds(1, 1, 1, 1), 1, fleet.Route.ROUND_ROBIN)._replace(peers=39)
-expected = fleet.expected_bytes(trace, "learned", 100, plan)
 before = fleet._resident_bytes()
 every = fleet._Fleet(trace, "learned", 100, plan, fleet.Shares.GIVEN)
 for number in range(len(trace.requests)):
-    every.request(number)
-print(expected, fleet._resident_bytes() - before)
+    every.serve(number)
+taken = fleet._resident_bytes() - before
+kept = [bytes(size) for size in (200, 1000) * 9_000][::1001]  # most of it is free: so it is after a trace was read
+print(fleet.expected_bytes(trace, "learned", 100, plan), taken)
 """
 
 
@@ -369,7 +383,7 @@ def test_the_memory_of_many_nodes_is_said_before(tmp_path: Path, capfd: pytest.C
     done = subprocess.run([sys.executable, "-c", MEASURE, str(file)], capture_output=True, text=True, check=True)
     expected, taken = map(int, done.stdout.split())
     assert taken > 40 << 20, "40 nodes have a MiB each at least"
-    assert taken / 2 < expected < 2 * taken
+    assert 0.7 * taken < expected < 1.5 * taken
     for nodes, is_said in ((31, False), (32, True)):
         words = [str(file), f"--nodes={nodes}", "--blocks=1,2", "--block-size=1MiB", "--route=session"]
         assert main(words) == 0

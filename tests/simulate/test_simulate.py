@@ -19,8 +19,9 @@ import pytest
 
 from kvoffd.cache import POLICY_NAMES
 from kvoffd.simulate.command import main
+from kvoffd.simulate.disk import open_disk, region_blocks
 from kvoffd.simulate.optimum import optimum_percent, uses_of
-from kvoffd.simulate.replay import open_cache, open_namespace, replay, request
+from kvoffd.simulate.replay import open_cache, open_namespace, replay, serve
 from kvoffd.simulate.tiers import DiskPlan
 from kvoffd.simulate.trace import KEY_BYTES, MAX_LINE_BYTES, BadTrace, RequestTrace, TracedHint, read_trace
 from kvoffd.tiering import WriteMode
@@ -93,6 +94,14 @@ def test_a_disk_that_is_only_read_leaves_to_the_policy_what_is_stored() -> None:
     alone, above = (replay(trace, "learned", 100, disk) for disk in (None, DiskPlan(400, WriteMode.NEVER)))
     assert (above.hits, above.written) == (alone.hits, alone.written)
     assert alone.written < 0.8 * replay(trace, "learned", 100, DiskPlan(400, WriteMode.ALWAYS)).written
+
+
+@pytest.mark.parametrize("blocks", [1, 100, 30_000, 200_000])
+def test_a_disk_has_space_for_the_whole_regions_of_its_blocks(blocks: int) -> None:
+    disk = open_disk(blocks, 1 << 20, lambda: 0.0, lambda call: call(), Mock())
+    held = disk._file.head.regions * region_blocks(blocks)
+    assert blocks - region_blocks(blocks) < held <= blocks
+    disk.close(0.0)
 
 
 def test_the_hand_of_a_full_disk_keeps_nearly_what_an_lru_would() -> None:
@@ -178,10 +187,10 @@ def test_a_prompt_continues_behind_its_holes() -> None:
     """What fills a hole has the number of the prompt that is asked for, as it is offered with the key before it."""
     cache, trace = open_cache("lru", 16), trace_of([[*range(5)]])
     (keys,), namespace = trace.requests, open_namespace(cache, trace)
-    request(cache, namespace, keys)
+    serve(cache, namespace, keys)
     for number in (1, 3, 4):
         cache.invalidate(namespace, [(0, keys[number * KEY_BYTES :][:KEY_BYTES])])
-    request(cache, namespace, keys, step_blocks=2)
+    serve(cache, namespace, keys, step_blocks=2)
     states, blocks = cache.blocks.find(namespace.groups[0], keys)
     assert states == bytes([READY] * 5)
     assert len(set(cache.blocks.prompt[blocks].tolist())) == 1
@@ -277,6 +286,7 @@ def test_what_is_wrong_is_said_in_a_sentence(tmp_path: Path, capfd: pytest.Captu
         ("--size 1GiB --block-size 2GiB", "does not hold one block"),
         ("--blocks 2 --disk 1GiB", "give --block-size"),
         ("--blocks 2 --disk 1MiB --block-size 2MiB", "does not hold one block"),
+        ("--blocks 2 --disk , --block-size 2MiB", "--disk: '' is not a size"),
         ("--blocks 2 --disk 4x --disk-write reuse", "choose from auto, always, never"),
         ("--blocks 2 --disk-write auto", "--disk-write needs a disk; give --disk too"),
         ("--blocks 2 --disk-write-per-day 1GiB", "--disk-write-per-day needs a disk; give --disk too"),
@@ -327,6 +337,17 @@ def test_a_replay_without_enough_memory_ends_with_a_sentence(
     monkeypatch.setattr(refused, Mock(side_effect=error))
     assert main([str(write(tmp_path / "small.jsonl", [[1]])), "--blocks=2"]) == 2
     assert capsys.readouterr().err.startswith("kvoffd-cli: The replay needs more memory than there is")
+
+
+def test_a_sentence_is_not_behind_what_was_being_replayed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    monkeypatch.setattr("kvoffd.simulate.replay.mmap.mmap", Mock(side_effect=OSError(ENOMEM, "no memory")))
+    assert main([str(write(tmp_path / "small.jsonl", [[1]])), "--policy=lru", "--blocks=2"]) == 2
+    shown = capsys.readouterr().err.split("\r\x1b[K")
+    assert shown[1] == "replaying: lru, 2 blocks"
+    assert shown[2].startswith("kvoffd-cli: The replay needs more memory")
 
 
 def test_what_a_recording_lacks_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -380,6 +401,29 @@ def test_a_request_of_kvcache_simulator_has_a_block_size(tmp_path: Path, weights
     assert (len(trace.requests), trace.accesses, trace.tokens_per_block) == (1, 1, 64)
     file.write_text(json.dumps(line | {"block_tokens": 48}) + "\n")
     assert read_trace(file).tokens_per_block == 48, "as kvoffd-cli trace record writes it"
+
+
+def test_requests_without_blocks_have_no_say_in_the_size_of_a_block(tmp_path: Path) -> None:
+    file = tmp_path / "empty.jsonl"
+    empty = [{"hash_ids": [], "block_tokens": tokens, "block_bytes": tokens} for tokens in (16, 32)]
+    file.write_text("\n".join(map(json.dumps, empty)))
+    trace = read_trace(file)
+    assert (trace.accesses, trace.block_bytes, trace.others) == (0, 0, [])
+    file.write_text("\n".join(map(json.dumps, [*empty, {"hash_ids": [1], "block_tokens": 64, "block_bytes": 5}])))
+    trace = read_trace(file)
+    assert (trace.tokens_per_block, trace.block_bytes, trace.others) == (64, 5, [])
+
+
+def test_tokens_of_a_block_are_those_of_most_whatever_their_bytes(tmp_path: Path) -> None:
+    """The bytes are unknown until a worker has registered."""
+    file = tmp_path / "two.jsonl"
+    kinds = ((2, 16, 0), (2, 16, 100), (3, 32, 200))
+    lines = [
+        {"hash_ids": [*range(blocks)], "block_tokens": tokens, "block_bytes": nbytes}
+        for blocks, tokens, nbytes in kinds
+    ]
+    file.write_text("\n".join(map(json.dumps, lines)))
+    assert read_trace(file).tokens_per_block == 16
 
 
 def test_a_file_that_is_no_trace_is_refused_with_the_line(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ from kvoffd_client.cli.target import (
     parse_option,
 )
 from kvoffd_client.errors import DaemonUnavailable, KvoffdClientError
-from kvoffd_proto.admin import Trace, TraceChain
+from kvoffd_proto.admin import CHAIN_BYTES, Trace, TraceChain
 from kvoffd_proto.build import program
 from kvoffd_proto.units import (
     count_blocks,
@@ -49,13 +49,9 @@ from kvoffd_proto.units import (
 FETCH_S = 0.5
 """Pause between two fetches."""
 MUCH_BYTES = 256 << 10
-"""Bytes of keys in an answer after which the next fetch is at once: the daemon keeps at most 8 MiB."""
+"""Bytes of an answer's chains after which the next fetch is at once: the daemon gives 1 MiB at once, and keeps 8."""
 POOL_ANSWER_S = 1.0
 """Time limit of the request for the pool's size, which is optional for a replay."""
-REPLAY_ENVIRON = {"MALLOC_MMAP_THRESHOLD_": str(128 << 10), "NUMPY_MADVISE_HUGEPAGE": "0"}
-"""Variables of glibc and NumPy that halve the memory of a replay: most pages of its nodes' tables are never touched.
-glibc's threshold, here its default, would grow otherwise: it would then take tables from its heap and zero them. NumPy
-would ask for huge pages for tables of 4 MiB, of which the first touch takes 2 MiB."""
 ID_BITS = 53
 """Bits of a key's number, within which JSON's numbers are exact in every language."""
 
@@ -119,10 +115,10 @@ def _removed(file: Path) -> str:
 
 
 def _write(admin: AdminClient, writer: TraceWriter, seconds: float, most_bytes: int) -> tuple[float, str]:
-    """Return the duration and the reason of the end: duration, size, interrupt, or daemon (it ended).
+    """Write what the daemon has, again and again. Return the duration and the reason of the end: duration, size,
+    interrupt, or daemon (it ended).
 
-    After the time or a signal it still fetches what the daemon has by then, until an answer is small (not
-    ``is_behind``).
+    After the time or a signal it still fetches what the daemon has by then: until an answer is small.
     """
     began, session = time.monotonic(), admin.session_id
     until, ended, is_behind = began + seconds, "", False
@@ -146,7 +142,7 @@ def _write(admin: AdminClient, writer: TraceWriter, seconds: float, most_bytes: 
                 break
             passed = format_duration(time.monotonic() - began)
             print_status(f"{passed}: {format_count(writer.chains)} lookups; Ctrl-C ends the trace.")
-            is_behind = sum(len(chain.keys) for chain in fetched.chains) >= MUCH_BYTES
+            is_behind = sum(CHAIN_BYTES + len(chain.keys) for chain in fetched.chains) >= MUCH_BYTES
             if not is_behind and not ended:
                 signalled.wait(max(0.0, min(FETCH_S, until - time.monotonic())))
         print_status()
@@ -236,12 +232,14 @@ OF_BOTH = "policy", "size", "blocks", "block_size", "disk", "nodes", "json", "he
 
 
 def _show_nodes_help(context: typer.Context, is_wanted: bool) -> None:
-    """Show the help of a replay over nodes, which would not fit a screen with that of one pool."""
+    """Show the help of a replay over nodes, which would not fit a screen with that of one pool. Its options are the
+    hidden ones, which take the places of those that are shown otherwise."""
     if is_wanted:
         context.command.help = NODES_HELP
         for option in context.command.params:
             if option.param_type_name == "option":  # not by its class: typer has a click of its own
-                option.hidden = not option.hidden and option.name not in OF_BOTH  # type: ignore[attr-defined]
+                is_of_nodes = option.hidden or option.name in OF_BOTH  # type: ignore[attr-defined]
+                option.hidden = not is_of_nodes  # type: ignore[attr-defined]
         typer.echo(context.get_help())
         raise typer.Exit
 
@@ -347,4 +345,9 @@ def replay(
         with suppress(KvoffdClientError), AdminClient(local_directory(directory), POOL_ANSWER_S) as admin:
             words.append(f"--pool={admin.stats().pool.size_bytes}")
     words += [*["--json"] * json, "--", str(file)]
-    return subprocess.run(words, env=os.environ | REPLAY_ENVIRON, check=False).returncode
+    status = subprocess.run(words, check=False).returncode
+    if status < 0:
+        print_status()  # what it showed last
+        memory = ", as the kernel does when memory runs out; give smaller sizes or a part" * (status == -signal.SIGKILL)
+        raise CliError(f"The replay was killed by signal {-status}{memory}.")
+    return status
