@@ -118,17 +118,17 @@ class KvoffdConnector(OffloadingConnector):
 
     def _begin_scheduler(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
         self._manager: KvoffdManager = self.connector_scheduler.manager
+        engine, self._shape = facts_of(
+            vllm_config, kv_cache_config, stores_tails=self.connector_scheduler.config.supports_partial_tail
+        )
+        self._manager.begin_engine(engine)
+        self._manager.lookups.enabled = vllm_config.kv_transfer_config.is_kv_consumer
+        self._manager.stores.enabled = vllm_config.kv_transfer_config.is_kv_producer
         self._waits, requests = self._manager.waits, self._manager.requests
         replace_searches(self.connector_scheduler, self._manager.groups, lambda request_id: requests[request_id].scan)
         self._admission = LoadAdmission(
             vllm_config, kv_cache_config, clock=self._manager.clock, is_loading=self._manager.is_loading
         )
-        self._manager.lookups.enabled = vllm_config.kv_transfer_config.is_kv_consumer
-        self._manager.stores.enabled = vllm_config.kv_transfer_config.is_kv_producer
-        engine, self._shape = facts_of(
-            vllm_config, kv_cache_config, stores_tails=self.connector_scheduler.config.supports_partial_tail
-        )
-        self._manager.begin_engine(engine)
         self._tail_tokens = engine.tail_tokens
         self._has_drafts = vllm_config.speculative_config is not None
         self._read_ahead_tokens = vllm_config.num_prefill_lookahead_tokens

@@ -72,10 +72,6 @@ class KvoffdManager(OffloadingManager):
         times: when prompts would be computed.
     """
 
-    prefill: PrefillRate
-    harm: DoNoHarm
-    times: ComputeTimes
-
     def __init__(
         self,
         namespace: EngineNamespace,
@@ -89,43 +85,46 @@ class KvoffdManager(OffloadingManager):
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self.namespace, self.groups, self.clock = namespace, ChunkGroups(groups), clock
-        self._hints_option, self._do_no_harm = hints, do_no_harm
+        self._deadline_s, self._disk_wait_s, self._do_no_harm = deadline_s, disk_wait_s, do_no_harm
+        self._hints_option, self._sleep = hints, sleep
         self._numbers = count()
-        self._counters = counters = metrics.Counters()
-        self._reports = EngineReports(namespace, clock, counters)
-        namespace.on_leave = self._on_leave
+        self._counters = metrics.Counters()
+        self._reports = EngineReports(namespace, clock, self._counters)
         self._engine_clock = EngineClock(clock)
-        answer_wait = AnswerWait(deadline_s, do_no_harm=do_no_harm)
         self.adapters = AdapterContents(namespace, clock)
-        self.lookups = RequestLookups(
-            namespace, self.adapters, self.groups, clock, self._engine_clock, answer_wait, counters
-        )
-        self.requests = self.lookups.requests
-        self.waits = PromptWaits(
-            self.lookups,
-            self._engine_clock,
-            answer_wait,
-            counters,
-            deadline_s=deadline_s,
-            disk_wait_s=disk_wait_s,
-            do_no_harm=do_no_harm,
-            sleep=sleep,
-        )
-        self.stores = RequestStores(
-            namespace, self.groups, clock, counters, deadline_s=deadline_s, read=self.lookups.read
-        )
-        self.outcomes = PromptOutcomes(namespace, self.groups, self.lookups.loading)
+        namespace.on_leave = self._on_leave
 
     # --- for the connector, beyond vLLM's interface ---
 
     def begin_engine(self, engine: EngineFacts) -> None:
-        """Set properties of the engine's configuration, before the first request."""
-        self.prefill = PrefillRate(self.clock, engine.most_running, engine.prompt_step_tokens)
-        self.harm = DoNoHarm(self.clock, self.prefill, active=self._do_no_harm)
-        self.times = ComputeTimes(engine, self.prefill, self.namespace, self.requests, self.lookups.loading)
-        self.lookups.begin_engine(engine)
-        self.waits.begin_engine(engine, self.harm, self.times)
-        self.stores.begin_engine(engine, self.harm)
+        """Make the parts, before the first request: vLLM makes the manager without the engine's configuration."""
+        namespace, groups, clock, counters = self.namespace, self.groups, self.clock, self._counters
+        engine_clock, deadline_s = self._engine_clock, self._deadline_s
+        answer_wait = AnswerWait(deadline_s, do_no_harm=self._do_no_harm)
+        self.prefill = PrefillRate(clock, engine.most_running, engine.prompt_step_tokens)
+        self.harm = DoNoHarm(clock, self.prefill, active=self._do_no_harm)
+        self.lookups = RequestLookups(
+            namespace, self.adapters, groups, engine, clock, engine_clock, answer_wait, counters
+        )
+        self.requests, loading = self.lookups.requests, self.lookups.loading
+        self.times = ComputeTimes(engine, self.prefill, namespace, self.requests, loading)
+        self.waits = PromptWaits(
+            self.lookups,
+            engine,
+            self.harm,
+            self.times,
+            engine_clock,
+            answer_wait,
+            counters,
+            deadline_s=deadline_s,
+            disk_wait_s=self._disk_wait_s,
+            do_no_harm=self._do_no_harm,
+            sleep=self._sleep,
+        )
+        self.stores = RequestStores(
+            namespace, groups, engine, self.harm, clock, counters, deadline_s=deadline_s, read=self.lookups.read
+        )
+        self.outcomes = PromptOutcomes(namespace, groups, loading)
 
     def begin_step(self, request_tokens: Collection[int]) -> None:
         """Record the start of a step with these numbers of tokens per request, look up the next prompts of the queue;

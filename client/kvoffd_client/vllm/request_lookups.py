@@ -55,6 +55,7 @@ class RequestLookups:
         namespace: EngineNamespace,
         adapters: AdapterContents,
         groups: ChunkGroups,
+        engine: EngineFacts,
         clock: Callable[[], float],
         engine_clock: EngineClock,
         answer_wait: AnswerWait,
@@ -67,14 +68,9 @@ class RequestLookups:
         self.loading: dict[str, KeyedLookup] = {}
         self.load_changes = 0
         self.enabled = True
-
-    def begin_engine(self, engine: EngineFacts) -> None:
-        """Set properties of the engine, before the first request."""
         self._only_prefixes = engine.only_prefixes
         self.queue = PromptQueue(engine.step_tokens, by_priority=engine.by_priority)
-        self.hint_sender = HintSender(
-            self.namespace, self._adapters, self.groups, self.clock, self._counters, engine.tail_tokens
-        )
+        self.hint_sender = HintSender(namespace, adapters, groups, clock, counters, engine.tail_tokens)
 
     # --- sending -----------------------------------------------------------------------------------
 
