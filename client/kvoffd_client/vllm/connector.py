@@ -163,13 +163,24 @@ class KvoffdConnector(OffloadingConnector):
         self._adapters = LiveAdapters(manager, config.lora_config, weights.mark_changed)
         specs = [spec for group in cache.kv_cache_groups for spec in iter_layer_specs(group.kv_cache_spec)]
         writes_early = cache.needs_kv_cache_zeroing or any(isinstance(spec, MambaSpec) for spec in specs)
-        is_patched = patch_v2_runner_fence(weights.runner, super().handle_preemptions)
+        is_patched = patch_v2_runner_fence(weights.runner, self._fence)
         if config.use_v2_model_runner and writes_early and not is_patched:
             raise ValueError(
                 "kvoffd cannot serve this engine: its model runner writes to blocks before their stores have ended, in "
                 "a place unknown to this kvoffd. Start it without --kv-transfer-config."
             )
         super().register_kv_caches(kv_caches)
+
+    def _fence(self, metadata: OffloadingConnectorMetadata) -> None:
+        """Send the last step's stores and wait for those whose blocks this step writes to, as vLLM's
+        handle_preemptions(), after which it is called again."""
+        self._leave_if_changed()
+        super().handle_preemptions(metadata)
+
+    def _leave_if_changed(self) -> None:
+        """Let unsent stores fail if weights or an adapter have changed: their blocks may be of the old or the new."""
+        if self._weights.changed:
+            self.connector_worker.worker.leave()
 
     def handle_preemptions(self, kv_connector_metadata: ConnectorMetadata) -> None:
         """As vLLM's; also takes a new digest and joins the namespace if asked to.
@@ -183,9 +194,7 @@ class KvoffdConnector(OffloadingConnector):
         worker: KvoffdWorker = self.connector_worker.worker
         weights, generation = self._weights, kv_connector_metadata.generation
         self._adapters.read_ahead(kv_connector_metadata.adapters)
-        if weights.changed:
-            # Unsent stores must fail: their blocks may be of the old or the new weights.
-            worker.leave()
+        self._leave_if_changed()
         if generation is not None and generation > self._generation:
             self._generation = generation
             self._digest = weights.digest()
