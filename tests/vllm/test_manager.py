@@ -863,7 +863,8 @@ def test_after_a_failed_load_a_request_is_computed_and_stored() -> None:
         harness = ManagerHarness()
         context = harness.request(ready=HASHES)
         harness.manager.prepare_load(KEYS, context)
-        harness.manager._job_failed(FailedJob(code, [GroupKeys(0, block_hash(2))], "r"))
+        failed = FailedJob(code, [GroupKeys(0, block_hash(2))], "r")
+        harness.manager.handle_news(WorkerNews(failed_jobs={1: failed}))
         harness.clock.now += 100
         assert not harness.scan(), "it is never looked up again"
         assert harness.results(context) == [MISS] * 3
@@ -1373,13 +1374,25 @@ def test_a_load_that_fails_is_no_load(harness: ManagerHarness) -> None:
     context = harness.request(ready=HASHES)
     schedule(harness, 3000)
     assert not harness.client.reported, "it is known at the load's end whether it was computed"
-    harness.manager._job_failed(FailedJob(None, request_id="r"))
+    harness.manager.handle_news(WorkerNews(failed_jobs={1: FailedJob(None, request_id="r")}))
     harness.manager.complete_load(KEYS, context)
     (report,) = harness.client.reported
     assert (report.outcome, report.loaded_tokens, report.covered_keys) == (Outcome.FAILED, 0, [0])
     assert report.lease_id == harness.client.asked[0][0].lease_id
     schedule(harness)
     assert len(harness.client.reported) == 1
+
+
+def test_a_job_that_fails_in_one_worker_after_the_other_is_counted_once(harness: ManagerHarness) -> None:
+    harness.request(ready=HASHES)
+    schedule(harness, 3000)
+    for number in (1, 2):
+        keys = [GroupKeys(0, block_hash(number))]
+        failed = {1: FailedJob(ErrorCode.CHECKSUM, keys, "r"), 2: FailedJob(ErrorCode.NO_SPACE, keys)}
+        harness.manager.handle_news(WorkerNews(failed_jobs=failed))
+    counted = harness.counted()
+    assert (counted[FAILED_LOADS], counted[FAILED_STORES]) == (1, 1)
+    assert harness.client.invalidated == [GroupKeys(0, block_hash(number)) for number in (1, 2)]
 
 
 def test_what_a_preempted_request_looks_up_again_is_counted_again(harness: ManagerHarness) -> None:

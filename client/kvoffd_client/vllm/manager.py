@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from itertools import count
 from typing import TYPE_CHECKING
@@ -46,6 +47,8 @@ if TYPE_CHECKING:
 
 BLOCKS_UNUSABLE = frozenset({ErrorCode.NOT_READY, ErrorCode.COPY_FAILED, ErrorCode.CHECKSUM})
 """Errors after which the blocks are unusable. After other errors they are still valid."""
+FAILED_REMEMBERED = 256
+"""Failed jobs that are remembered, as they may fail in further workers a few steps later."""
 
 
 class KvoffdManager(OffloadingManager):
@@ -88,6 +91,10 @@ class KvoffdManager(OffloadingManager):
         self._deadline_s, self._disk_wait_s, self._do_no_harm = deadline_s, disk_wait_s, do_no_harm
         self._hints_option, self._sleep = hints, sleep
         self._numbers = count()
+        self._failed_jobs: deque[int] = deque(maxlen=FAILED_REMEMBERED)
+        """Ids of jobs that have failed in some worker."""
+        self._load_times: dict[str, tuple[int, float]] = {}
+        """Tokens and seconds of loads, by request: of the slowest worker in which each has ended. The others follow."""
         self._counters = metrics.Counters()
         self._reports = EngineReports(namespace, clock, self._counters)
         self._engine_clock = EngineClock(clock)
@@ -206,10 +213,12 @@ class KvoffdManager(OffloadingManager):
             self.harm.record_store_wait(news.waited_s)
         if news.credit_bytes is not None:
             self.stores.credit_bytes = news.credit_bytes
-        for tokens, seconds in news.load_times.values():
-            self.harm.record_load(tokens, seconds)
-        for job in news.failed_jobs.values():
-            self._job_failed(job)
+        for request_id, load in news.load_times.items():
+            if self.is_loading(request_id):  # else the load began before a reset, and vLLM does not handle its end
+                self._load_times[request_id] = max(load, self._load_times.get(request_id, load))
+        for job_id, job in news.failed_jobs.items():
+            self._job_failed(job, is_first=job_id not in self._failed_jobs)
+            self._failed_jobs.append(job_id)
         if news.memory:
             generation = self.namespace.generation
             current = {rank: memory for rank, memory in news.memory.items() if memory.generation == generation}
@@ -218,21 +227,25 @@ class KvoffdManager(OffloadingManager):
             begun = [each.lora_request for each in requests if each.lora_request and each.num_computed_tokens]
             self.adapters.update(current, begun)
 
-    def _job_failed(self, job: FailedJob) -> None:
-        """Handle a store with missing blocks, or a failed load, whose request is recomputed."""
+    def _job_failed(self, job: FailedJob, *, is_first: bool) -> None:
+        """Handle a store with missing blocks, or a failed load, whose request is recomputed. ``is_first``: it has not
+        failed in another worker before."""
         reason = job.error.sentence if job.error is not None else "The daemon gave no reason."
         if job.request_id is None:
             logger.debug("kvoffd: a store failed. %s", reason)
+            self._counters[metrics.FAILED_STORES] += is_first
             self.stores.failed(job.keys)
             return
-        self._counters[metrics.FAILED_LOADS] += 1
+        if job.error in BLOCKS_UNUSABLE:
+            self.namespace.client.invalidate(job.keys)
+        if not is_first:
+            return
         if state := self.requests.get(job.request_id):
             self.lookups.end_leases(state)
             state.load_failed = True
             self.outcomes.load_failed(state)
             state.last = None
-        if job.error in BLOCKS_UNUSABLE:
-            self.namespace.client.invalidate(job.keys)
+        self._counters[metrics.FAILED_LOADS] += 1
         logger.warning("kvoffd: a load failed; request %s is recomputed. %s", job.request_id, reason)
 
     # --- vLLM's interface ---
@@ -281,6 +294,8 @@ class KvoffdManager(OffloadingManager):
 
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         self.lookups.end_load(req_context.req_id)
+        if (load := self._load_times.pop(req_context.req_id, None)) is not None:
+            self.harm.record_load(*load)
         if state := self.requests.get(req_context.req_id):
             self.outcomes.load_ended(state)
 
@@ -313,6 +328,7 @@ class KvoffdManager(OffloadingManager):
         return self.namespace.needs_steps
 
     def reset_cache(self) -> None:
+        self._load_times.clear()
         self.lookups.reset()
         self.stores.reset()
 

@@ -155,7 +155,6 @@ class RequestStores:
 
     def failed(self, groups: Sequence[GroupKeys]) -> None:
         """Record that these keys of a store are missing, before vLLM handles its end."""
-        self._counters[metrics.FAILED_STORES] += 1
         if (namespace := self._namespace.current) is not None:
             # Not those of a request with an adapter, which on the wire are not vLLM's, nor of a job before a reset.
             storing = {key[:-GROUP_ID_BYTES] for key in self._storing}

@@ -209,8 +209,8 @@ class KvoffdWorker(OffloadingWorker):
                 finished.append(self._record_failure(result.job_id, result.error, result.failed))
                 continue
             spec = self._specs.pop(result.job_id, None)
-            if spec is not None and spec.load_tokens and result.seconds is not None:
-                self._news.load_times[result.job_id] = spec.load_tokens, result.seconds
+            if spec is not None and spec.request_id is not None and result.seconds is not None:
+                self._news.load_times[spec.request_id] = spec.load_tokens, result.seconds
             finished.append(TransferResult(result.job_id, True, result.bytes, result.seconds))
         return finished
 
