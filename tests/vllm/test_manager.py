@@ -20,7 +20,7 @@ import kvoffd_client
 from kvoffd_client import NamespaceSpec, SchedulerClient
 from kvoffd_client.vllm import hint_sender, prompt_queue
 from kvoffd_client.vllm import hints as hints_module
-from kvoffd_client.vllm.adapters import ANSWER_PATIENCE_S
+from kvoffd_client.vllm.adapter_contents import ANSWER_PATIENCE_S, ASK_AGAIN_S
 from kvoffd_client.vllm.chunk_groups import NO_LEASE, ChunkGroup
 from kvoffd_client.vllm.connector_metadata import FailedJob, WorkerNews
 from kvoffd_client.vllm.do_no_harm import MIN_LOAD_SAMPLES
@@ -1102,16 +1102,18 @@ def test_requests_of_an_unknown_adapter_use_nothing(harness: ManagerHarness) -> 
         harness.report("weights", adapters=contents)
         context = harness.new(name)
         harness.requests[name].lora_request = lora_request(1, name)
-        assert harness.manager.adapters.ask_if_unknown(harness.manager.requests[name]) == (name == "silent")
-        harness.clock.now += ANSWER_PATIENCE_S
-        assert not harness.manager.adapters.ask_if_unknown(harness.manager.requests[name])
+        for passed_s in (0.0, ANSWER_PATIENCE_S):  # a step may have taken that long: they are asked once more
+            harness.clock.now += passed_s
+            assert harness.manager.adapters.await_content(harness.manager.requests[name]) == (name == "silent")
+        harness.clock.now += ASK_AGAIN_S
+        assert not harness.manager.adapters.await_content(harness.manager.requests[name])
         assert not harness.scan(name)
         assert harness.offer(context) == []
     # vLLM's own cache has blocks of who knows what under that name.
     harness.report("weights", adapters={1: ("path", b"one")})
     context = harness.new("later")
     harness.requests["later"].lora_request = lora_request(1, "silent")
-    assert not harness.manager.adapters.ask_if_unknown(harness.manager.requests["later"])
+    assert not harness.manager.adapters.await_content(harness.manager.requests["later"])
     assert harness.offer(context) == []
 
 
@@ -1151,9 +1153,9 @@ def test_what_waits_while_its_adapter_is_loaded_in_place_of_another_is_not_spoil
     report_adapter(harness, "path", b"one")
     context = harness.new("waits")
     harness.requests["waits"].lora_request = lora_request(1, path="moved")
-    assert harness.manager.adapters.ask_if_unknown(harness.manager.requests["waits"])
+    assert harness.manager.adapters.await_content(harness.manager.requests["waits"])
     report_adapter(harness, "moved", b"other")
-    assert not harness.manager.adapters.ask_if_unknown(harness.manager.requests["waits"])
+    assert not harness.manager.adapters.await_content(harness.manager.requests["waits"])
     harness.look_up("waits")
     harness.client.answer(set())
     assert harness.offer(context) == KEYS

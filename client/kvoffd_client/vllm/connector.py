@@ -299,7 +299,7 @@ class KvoffdConnector(OffloadingConnector):
         if self._must_wait(state, own_tokens):
             return None
         manager.namespace.ask()
-        if manager.adapters.ask_if_unknown(state):
+        if manager.adapters.await_content(state):
             return None
         has_all = own_tokens >= self._shape.usable_tokens(request.num_tokens, own_tokens)
         has_tail = self._tail_tokens > 0 and self._has_tail(request, own_tokens)
@@ -386,7 +386,7 @@ class KvoffdConnector(OffloadingConnector):
             self._mark_shared_prefix(state, own_tokens + tokens)
         if not tokens or self._manager.skip_slow_load(state, tokens):
             return 0 if self._admission.admit_compute(state.request, own_tokens) else None
-        if not self._manager.adapters.may_load(state):
+        if (adapter := state.request.lora_request) is not None and not self._manager.adapters.may_check(adapter):
             return None
         admission = self._admission.admit_load(state.request, own_tokens + tokens)
         if admission is Admission.ONLY_COMPUTE:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from vllm.v1.kv_offload.base import OffloadKey
 
 from kvoffd_client.vllm import metrics
-from kvoffd_client.vllm.adapters import AdapterContents
+from kvoffd_client.vllm.adapter_contents import AdapterContents
 from kvoffd_client.vllm.chunk_groups import ChunkGroup, ChunkGroups, wire_keys
 from kvoffd_client.vllm.engine_namespace import EngineNamespace
 from kvoffd_client.vllm.hints import RequestHint, name_of

@@ -21,7 +21,7 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvoffd_client.vllm import metrics
-from kvoffd_client.vllm.adapters import AdapterContents, RequestAdapter
+from kvoffd_client.vllm.adapter_contents import AdapterContents, RequestAdapter
 from kvoffd_client.vllm.chunk_groups import ChunkGroup, ChunkGroups, KeyedSpec
 from kvoffd_client.vllm.compute_times import ComputeTimes
 from kvoffd_client.vllm.connector_metadata import FailedJob, WorkerNews
@@ -223,9 +223,7 @@ class KvoffdManager(OffloadingManager):
             generation = self.namespace.generation
             current = {rank: memory for rank, memory in news.memory.items() if memory.generation == generation}
             self.namespace.update(current)
-            requests = [state.request for state in self.requests.values()]
-            begun = [each.lora_request for each in requests if each.lora_request and each.num_computed_tokens]
-            self.adapters.update(current, begun)
+            self.adapters.update(current, self.requests.values())
 
     def _job_failed(self, job: FailedJob, *, is_first: bool) -> None:
         """Handle a store with missing blocks, or a failed load, whose request is recomputed. ``is_first``: it has not
@@ -277,19 +275,18 @@ class KvoffdManager(OffloadingManager):
         return CacheHitSource.DISK if tier else CacheHitSource.HOST
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> KeyedSpec:
-        if (state := self.requests.get(req_context.req_id)) is None:
-            spec = self.groups.spec_of(keys, b"")  # it has ended; without a lease the load fails
-        else:
-            spec = self.groups.spec_of(keys, state.adapter.content)
-            tails = [key for key in keys if key in state.scan.tail_results]
-            if (answer := self.lookups.begin_load(state)) is not None:
-                spec.lease_id, spec.load_tokens = answer.future.lease_id, state.scheduling.loaded_tokens
-                if state.adapter.content:
-                    self.adapters.will_load(state.request.lora_request)
-                if tails:  # only repeated lookups ask for tails, and the daemon does not show those to its policy
-                    used = self.groups.spec_of(tails, state.adapter.content)
-                    self.namespace.client.show_used(used.keys, giver=state.hints.giver)
+        state = self.requests.get(req_context.req_id)
+        adapter = state.adapter.content if state is not None else b""
+        spec = self.groups.spec_of(keys, adapter)
         spec.request_id = req_context.req_id
+        if state is None or (answer := self.lookups.begin_load(state)) is None:
+            return spec  # the request has ended or lost its answer: without a lease the load fails in the workers
+        spec.lease_id, spec.load_tokens = answer.future.lease_id, state.scheduling.loaded_tokens
+        if adapter:
+            self.adapters.check(state.request.lora_request)
+        if tails := [key for key in keys if key in state.scan.tail_results]:
+            # Only repeated lookups ask for tails, and the daemon does not show those to its policy.
+            self.namespace.client.show_used(self.groups.spec_of(tails, adapter).keys, giver=state.hints.giver)
         return spec
 
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from kvoffd_client.vllm import metrics
-from kvoffd_client.vllm.adapters import AdapterContents
+from kvoffd_client.vllm.adapter_contents import AdapterContents
 from kvoffd_client.vllm.chunk_groups import ChunkGroups, wire_keys
 from kvoffd_client.vllm.engine_facts import EngineFacts
 from kvoffd_client.vllm.engine_namespace import EngineNamespace
