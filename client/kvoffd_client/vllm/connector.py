@@ -313,30 +313,29 @@ class KvoffdConnector(OffloadingConnector):
         return None if tokens is None else self._admit(state, own_tokens, tokens)
 
     def _must_wait(self, state: RequestState, own_tokens: int) -> bool:
-        """Return whether a request waits in this step, whatever a scan would find: for the load of an earlier one, or
-        behind a load that waits for space, or because enough of those that may have to were scanned in this step."""
+        """Return whether a request waits in this step, whatever a scan would find: to compute, for the load of an
+        earlier one; to be loaded, for one whose load waits for space. If only a scan can tell, it waits once enough
+        requests were scanned in this step."""
         admission, waits, request = self._admission, self._waits, state.request
         if not admission.holds_up_others:
             return False
         if (found := waits.found_before(state, own_tokens)) is not None:
-            least = most = found.tokens
-        elif (loadable := waits.loadable(state, own_tokens)) is not None:
-            least, most = loadable
-        else:
+            is_load = found.tokens > 0 and not self._manager.harm.skips_load(found.tokens)
+            to_compute = admission.waits_for_earlier(request, own_tokens + found.tokens)
+            return to_compute or (is_load and admission.has_deferred)
+        if (loadable := waits.loadable(state, own_tokens)) is None:
             return False
+        least, most = loadable
         if admission.waits_for_earlier(request, own_tokens + most):
             return True
-        if not most or not (admission.has_deferred or admission.waits_for_earlier(request, own_tokens + least)):
-            return False
-        if found is not None:  # nothing is loaded before the one that waits for space
-            return not self._manager.harm.skips_load(found.tokens)
         if admission.has_deferred and self._has_load(request, least, most):
             return True
-        return not waits.take_scan(state)  # a scan may find that it has nothing to load, or enough to take one step
+        depends = most > 0 and (admission.has_deferred or admission.waits_for_earlier(request, own_tokens + least))
+        return depends and not waits.take_scan(state)
 
     def _has_load(self, request: Request, least: int, most: int) -> bool:
-        """Return whether vLLM's scan of a request surely finds a load, and one that is not skipped: all groups have
-        ``least`` tokens of it, and some group has no more than ``most``."""
+        """Return whether vLLM's scan of a request must find a load, and one that is not skipped for being slow, if it
+        can find ``least`` to ``most`` tokens less DROPPED_CHUNKS."""
         is_limited = request.mm_features or "max_load_tokens" in (request.kv_transfer_params or ())
         fewest = least - DROPPED_CHUNKS * self._shape.chunk_tokens
         return fewest > 0 and not is_limited and not self._manager.harm.may_skip(fewest, most)
@@ -346,11 +345,12 @@ class KvoffdConnector(OffloadingConnector):
 
         False with drafts, whose tails have another hash in 0.33.
         """
-        last = (request.num_prompt_tokens - 1) // self._tail_tokens
-        beyond, hashes = last * self._tail_tokens - own_tokens, request.block_hashes
-        if self._pool is None or not 0 < beyond < self._shape.block_tokens or last > len(hashes) or self._has_drafts:
+        tail_end = (request.num_prompt_tokens - 1) // self._tail_tokens  # in hashes
+        beyond, hashes = tail_end * self._tail_tokens - own_tokens, request.block_hashes
+        is_tail = 0 < beyond < self._shape.block_tokens and tail_end <= len(hashes)
+        if self._pool is None or not is_tail or self._has_drafts:
             return False
-        return bool(self._pool.get_cached_block(hashes[last - 1], self._shape.group_ids))
+        return bool(self._pool.get_cached_block(hashes[tail_end - 1], self._shape.group_ids))
 
     def _scan(self, state: RequestState, own_tokens: int) -> int | None:
         """Return the tokens that can be loaded by vLLM's scan of the answer; None if the request must wait."""
@@ -364,7 +364,7 @@ class KvoffdConnector(OffloadingConnector):
             return None
         state.scan.asks_tails = False  # no lookup follows the scans below
         while tokens and request.mm_features and self._needs_two_images(request, own_tokens + tokens):
-            size = self._shape.chunk_tokens
+            size = self._shape.chunk_tokens  # load a chunk less
             most = (own_tokens + tokens - 1) // size * size - own_tokens
             tokens, _ = self.connector_scheduler.get_num_new_matched_tokens(request, own_tokens, max(most, 0))
         return tokens

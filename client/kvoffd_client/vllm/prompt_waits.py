@@ -244,7 +244,8 @@ class PromptWaits:
         self._lookups.read(answer)
         if answer.is_coming and not state.wait.tier.has_ended and any(map(answer.has, state.tiers)):
             return None
-        least = answer.least_tokens - own_tokens if answer.future.stale_at else 0  # nothing of a lease that was lost
+        # Once its lease has ended, stale_at is 0: its blocks may have gone.
+        least = answer.least_tokens - own_tokens if answer.future.stale_at else 0
         return max(0, least), max(0, answer.most_tokens - own_tokens)
 
     def take_scan(self, state: RequestState) -> bool:

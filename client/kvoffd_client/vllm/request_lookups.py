@@ -117,8 +117,8 @@ class RequestLookups:
             if state.request.is_finished():
                 continue
             self.take_answer(state)
-            comes = state.answer is not None and state.answer.is_coming  # a scan asks for these again
-            if state.in_flight is None and not comes and self.is_outdated(state):
+            is_coming = state.answer is not None and state.answer.is_coming  # then the next scan decides
+            if state.in_flight is None and not is_coming and self.is_outdated(state):
                 self.look_up(state)
 
     def look_up(self, state: RequestState) -> None:
@@ -205,8 +205,9 @@ class RequestLookups:
         self.end_lease(state.answer)
         state.answer = answered
         state.wait.promoted.record(answered)
-        now, age_s = self._engine_clock.read(), self.clock() - answered.future.answered_at
-        state.wait.tier.set_next_lookup(now - age_s, now, answered.future.wait_s)  # times of the engine's clock
+        now = self._engine_clock.read()
+        answered_at = now - (self.clock() - answered.future.answered_at)  # by the engine's clock
+        state.wait.tier.set_next_lookup(answered_at, now, answered.future.wait_s)
         return True
 
     def read(self, lookup: KeyedLookup) -> None:
