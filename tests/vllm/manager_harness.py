@@ -59,13 +59,13 @@ class ManagerHarness:
         )
         self.begin_engine()
         self.prefill = self.manager.prefill
-        self.manager.begin_step([1])
         self.report("weights")
 
     def begin_engine(self, **facts: Any) -> None:
         """Have another engine, whose first step begins."""
         usual = {"shard_bytes": [SHARD_BYTES] * len(self.manager.groups), "most_running": 1, "prompt_step_tokens": 256}
         self.manager.begin_engine(EngineFacts(**{**usual, **facts}))
+        self.manager.begin_step([1])
 
     def sleep(self, seconds: float) -> None:
         self.clock.now += seconds

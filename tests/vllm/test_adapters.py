@@ -19,16 +19,11 @@ from vllm.lora.request import LoRARequest
 from vllm.lora.worker_manager import WorkerLoRAManager
 
 from kvoffd_client import NamespaceSpec, SchedulerClient
-from kvoffd_client.vllm import adapters
-from kvoffd_client.vllm.adapters import (
-    AHEAD_S,
-    ANSWER_PATIENCE_S,
-    ASK_AGAIN_S,
-    UNREADABLE,
-    AdapterContents,
-    LiveAdapters,
-)
+from kvoffd_client.vllm import adapter_contents, adapters
+from kvoffd_client.vllm.adapter_contents import ANSWER_PATIENCE_S, ASK_AGAIN_S, AdapterContents
+from kvoffd_client.vllm.adapters import AHEAD_S, UNREADABLE, LiveAdapters
 from kvoffd_client.vllm.chunk_groups import wire_keys
+from kvoffd_client.vllm.connector_metadata import WorkerNews
 from kvoffd_client.vllm.engine_namespace import EngineNamespace, MemoryState, Search
 from tests.kit.clock import Clock
 from tests.kit.models import write_lora_adapter
@@ -323,7 +318,7 @@ def test_other_content_under_a_path_is_not_used_until_a_reset(tmp_path: Path, sa
 
 
 def test_adapters_beyond_a_bound_are_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: list[str]) -> None:
-    monkeypatch.setattr(adapters, "MAX_CACHED", 1)
+    monkeypatch.setattr(adapter_contents, "MAX_CACHED", 1)
     scheduler = Scheduler()
     for name, is_used in (("one", True), ("two", False), ("one", True)):
         scheduler.report(tmp_path / name, {1: b"content"}, {1: b"content"})
@@ -334,12 +329,13 @@ def test_adapters_beyond_a_bound_are_not_used(tmp_path: Path, monkeypatch: pytes
 def test_one_adapter_is_asked_for_in_a_step(tmp_path: Path) -> None:
     """A step waits while it is read. What blocks are loaded for is looked at in any case."""
     known = Scheduler().adapters
-    for number in (1, 2):
-        known.ask(lora_request(tmp_path, number))
-    known.will_load(lora_request(tmp_path, 3))
-    assert [each.lora_int_id for each in known.take_wanted()] == [1, 3]
-    known.ask(lora_request(tmp_path, 2))
-    assert [each.lora_int_id for each in known.take_wanted()] == [2]
+    first, second, third = (lora_request(tmp_path, number) for number in (1, 2, 3))
+    known.check(first)
+    assert known.may_check(first)
+    assert not known.may_check(second)
+    known.check(third)
+    assert known.take_wanted() == [first, third]
+    assert known.may_check(second)
     assert known.take_wanted() == []
 
 
@@ -365,7 +361,7 @@ class AdapterEngine(SchedulerHarness):
         namespace = self.manager.namespace
         assert namespace.current is not None
         state = MemoryState(NamespaceSpec.named("model"), "weights", namespace.generation, adapters={**self.memory})
-        namespace.update({0: replace(state, registered=namespace.current.fingerprint)})
+        self.manager.handle_news(WorkerNews(memory={0: replace(state, registered=namespace.current.fingerprint)}))
 
     def add_one(self, number: int, max_tokens: int = 1) -> Any:
         """A new prompt of two blocks for the adapter of this number."""
@@ -416,7 +412,47 @@ def test_an_adapter_that_no_worker_reports_delays_no_other_ones(model: Path, tmp
     assert {*engine.loaded} == {one.request_id for one in others}
     assert not any(one.num_computed_tokens for one in silent)
     engine.clock.now += ANSWER_PATIENCE_S
+    for _ in silent:
+        engine.step()  # asks for one of them again
+    engine.clock.now += ASK_AGAIN_S
     engine.end(silent, 20)
+    engine.close()
+
+
+def test_adapters_that_no_worker_reports_delay_no_others_where_steps_are_long(model: Path, tmp_path: Path) -> None:
+    """Each of them is due to be asked for again in every step, before the others."""
+    engine = AdapterEngine(model, tmp_path)
+    engine.silent = {1, 2, 3}
+    for number in engine.silent:
+        engine.add_one(number)
+    others = [engine.add_one(number) for number in range(4, 8)]
+    engine.there = {key for one in others for key in wire_keys_of(one)}
+    for _ in range(12):
+        engine.step()
+        engine.answer()  # at once
+        engine.clock.now += ASK_AGAIN_S
+    assert {*engine.loaded} == {one.request_id for one in others}
+    engine.close()
+
+
+def test_a_prompt_keeps_what_was_reported_of_an_adapter_that_the_workers_have_dropped(
+    model: Path, tmp_path: Path
+) -> None:
+    """Prompts behind it took the places of ``max_loras`` adapters while its own was read, and ran for long."""
+    engine = AdapterEngine(model, tmp_path)
+    engine.memory = {number: (f"/{number}", b"%d" % number) for number in (2, 3)}
+    engine.report()
+    waits, *running = [engine.add_one(number, max_tokens) for number, max_tokens in ((1, 1), (2, 5), (3, 5))]
+    engine.step()
+    assert engine.read == [[1]]
+    assert {*engine.ran} == {one.request_id for one in running}
+    engine.clock.now += ANSWER_PATIENCE_S
+    del engine.memory[1]
+    engine.report()
+    engine.there = wire_keys_of(waits)
+    engine.end(running, 10)
+    engine.end([waits], 10)
+    assert engine.loaded == [waits.request_id]
     engine.close()
 
 

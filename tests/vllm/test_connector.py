@@ -102,6 +102,37 @@ def test_a_runner_that_zeroes_blocks_elsewhere_is_refused(config: Any, monkeypat
         assert len(registered) == (not refused)
 
 
+class SecondRunner:
+    """What the connector uses of vLLM's second model runner."""
+
+    def get_model(self) -> torch.nn.Module:
+        return torch.nn.Linear(1, 1)
+
+    def update_requests(self, scheduler_output: Any) -> None: ...
+
+    def begin(self, connector: KvoffdConnector) -> None:
+        connector.register_kv_caches({})
+
+
+@pytest.mark.parametrize("changed", [False, True])
+def test_stores_that_end_before_blocks_are_zeroed_are_of_one_content(
+    worker: tuple[KvoffdConnector, FakeWorkerClient], monkeypatch: pytest.MonkeyPatch, changed: bool
+) -> None:
+    """vLLM reads an adapter within the step that computes with it. Its files may be others than those of its digest."""
+    monkeypatch.setattr(OffloadingConnector, "register_kv_caches", lambda *_: None)
+    (connector, client), runner = worker, SecondRunner()
+    runner.begin(connector)
+    blocks = GPULoadStoreSpec([4], group_sizes=[1], block_indices=[0])
+    stores = {3: TransferJob("r", blocks, KeyedSpec((block_hash(1),)))}
+    connector.bind_connector_metadata(ConnectorMetadata(load_jobs={}, store_jobs=stores))
+    connector.start_load_kv(None)
+    if changed:
+        connector._weights.mark_changed()
+    flush = ConnectorMetadata(load_jobs={}, store_jobs={}, jobs_to_flush={3})
+    runner.update_requests(SimpleNamespace(kv_connector_metadata=flush))
+    assert client.messages == ([] if changed else [[3]])
+
+
 def test_vllm_says_nothing_of_stores_that_are_put_off(scheduler: KvoffdConnector) -> None:
     target = logging.getLogger(STORE_LOGGER)
     assert '"Request %s: cannot store chunks"' in inspect.getsource(importlib.import_module(STORE_LOGGER))

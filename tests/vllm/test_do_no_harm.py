@@ -22,7 +22,7 @@ from kvoffd_client.vllm.metrics import SLOW_LOADS
 from kvoffd_client.vllm.prefill_rate import PrefillRate
 from tests.kit.cases import case
 from tests.kit.clock import Clock
-from tests.vllm.manager_harness import KEYS, ManagerHarness
+from tests.vllm.manager_harness import HASHES, KEYS, ManagerHarness
 from tests.vllm.vllm_fakes import key
 
 
@@ -96,12 +96,27 @@ def test_stores_pause_where_vllm_waits_for_them_again_and_again(said: list[str])
     assert clock.now >= found.stores_paused_until
 
 
+def end_loads(rig: ManagerHarness, count: int, *seconds: float) -> None:
+    """Have loads of 1,000 tokens end in one worker after the other, in as many seconds."""
+    for number in range(count):
+        context = rig.request(f"load {number}", HASHES)
+        rig.manager.prepare_load(KEYS, context)
+        for worker_s in seconds:
+            rig.manager.handle_news(WorkerNews(load_times={context.req_id: (1000, worker_s)}))
+        rig.manager.complete_load(KEYS, context)
+
+
+def test_a_load_takes_as_long_as_in_its_slowest_worker() -> None:
+    rig = ManagerHarness()
+    end_loads(rig, MIN_LOAD_SAMPLES, 0.5, 0.1)
+    assert rig.manager.harm.load_s(1000) == 0.5
+
+
 def test_manager_counts_what_is_left_out_and_tells_the_daemon(said: list[str]) -> None:
     rig = ManagerHarness()
     rig.prefill.tokens_per_second = 10_000
     rig.request("r", {key(1)})
-    for _ in range(MIN_LOAD_SAMPLES):
-        rig.manager.handle_news(WorkerNews(load_times={1: (1000, 0.5)}))
+    end_loads(rig, MIN_LOAD_SAMPLES, 0.5)
     for _ in range(2):  # vLLM asks until it is scheduled
         assert rig.manager.skip_slow_load(rig.manager.requests["r"], 1000)
     assert any("1000 tokens take 0.50 s, computing them 0.10 s" in line for line in said)

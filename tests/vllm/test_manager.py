@@ -20,7 +20,7 @@ import kvoffd_client
 from kvoffd_client import NamespaceSpec, SchedulerClient
 from kvoffd_client.vllm import hint_sender, prompt_queue
 from kvoffd_client.vllm import hints as hints_module
-from kvoffd_client.vllm.adapters import ANSWER_PATIENCE_S
+from kvoffd_client.vllm.adapter_contents import ANSWER_PATIENCE_S, ASK_AGAIN_S
 from kvoffd_client.vllm.chunk_groups import NO_LEASE, ChunkGroup
 from kvoffd_client.vllm.connector_metadata import FailedJob, WorkerNews
 from kvoffd_client.vllm.do_no_harm import MIN_LOAD_SAMPLES
@@ -863,7 +863,8 @@ def test_after_a_failed_load_a_request_is_computed_and_stored() -> None:
         harness = ManagerHarness()
         context = harness.request(ready=HASHES)
         harness.manager.prepare_load(KEYS, context)
-        harness.manager._job_failed(FailedJob(code, [GroupKeys(0, block_hash(2))], "r"))
+        failed = FailedJob(code, [GroupKeys(0, block_hash(2))], "r")
+        harness.manager.handle_news(WorkerNews(failed_jobs={1: failed}))
         harness.clock.now += 100
         assert not harness.scan(), "it is never looked up again"
         assert harness.results(context) == [MISS] * 3
@@ -1101,16 +1102,18 @@ def test_requests_of_an_unknown_adapter_use_nothing(harness: ManagerHarness) -> 
         harness.report("weights", adapters=contents)
         context = harness.new(name)
         harness.requests[name].lora_request = lora_request(1, name)
-        assert harness.manager.adapters.ask_if_unknown(harness.manager.requests[name]) == (name == "silent")
-        harness.clock.now += ANSWER_PATIENCE_S
-        assert not harness.manager.adapters.ask_if_unknown(harness.manager.requests[name])
+        for passed_s in (0.0, ANSWER_PATIENCE_S):  # a step may have taken that long: they are asked once more
+            harness.clock.now += passed_s
+            assert harness.manager.adapters.await_content(harness.manager.requests[name]) == (name == "silent")
+        harness.clock.now += ASK_AGAIN_S
+        assert not harness.manager.adapters.await_content(harness.manager.requests[name])
         assert not harness.scan(name)
         assert harness.offer(context) == []
     # vLLM's own cache has blocks of who knows what under that name.
     harness.report("weights", adapters={1: ("path", b"one")})
     context = harness.new("later")
     harness.requests["later"].lora_request = lora_request(1, "silent")
-    assert not harness.manager.adapters.ask_if_unknown(harness.manager.requests["later"])
+    assert not harness.manager.adapters.await_content(harness.manager.requests["later"])
     assert harness.offer(context) == []
 
 
@@ -1150,9 +1153,9 @@ def test_what_waits_while_its_adapter_is_loaded_in_place_of_another_is_not_spoil
     report_adapter(harness, "path", b"one")
     context = harness.new("waits")
     harness.requests["waits"].lora_request = lora_request(1, path="moved")
-    assert harness.manager.adapters.ask_if_unknown(harness.manager.requests["waits"])
+    assert harness.manager.adapters.await_content(harness.manager.requests["waits"])
     report_adapter(harness, "moved", b"other")
-    assert not harness.manager.adapters.ask_if_unknown(harness.manager.requests["waits"])
+    assert not harness.manager.adapters.await_content(harness.manager.requests["waits"])
     harness.look_up("waits")
     harness.client.answer(set())
     assert harness.offer(context) == KEYS
@@ -1373,13 +1376,25 @@ def test_a_load_that_fails_is_no_load(harness: ManagerHarness) -> None:
     context = harness.request(ready=HASHES)
     schedule(harness, 3000)
     assert not harness.client.reported, "it is known at the load's end whether it was computed"
-    harness.manager._job_failed(FailedJob(None, request_id="r"))
+    harness.manager.handle_news(WorkerNews(failed_jobs={1: FailedJob(None, request_id="r")}))
     harness.manager.complete_load(KEYS, context)
     (report,) = harness.client.reported
     assert (report.outcome, report.loaded_tokens, report.covered_keys) == (Outcome.FAILED, 0, [0])
     assert report.lease_id == harness.client.asked[0][0].lease_id
     schedule(harness)
     assert len(harness.client.reported) == 1
+
+
+def test_a_job_that_fails_in_one_worker_after_the_other_is_counted_once(harness: ManagerHarness) -> None:
+    harness.request(ready=HASHES)
+    schedule(harness, 3000)
+    for number in (1, 2):
+        keys = [GroupKeys(0, block_hash(number))]
+        failed = {1: FailedJob(ErrorCode.CHECKSUM, keys, "r"), 2: FailedJob(ErrorCode.NO_SPACE, keys)}
+        harness.manager.handle_news(WorkerNews(failed_jobs=failed))
+    counted = harness.counted()
+    assert (counted[FAILED_LOADS], counted[FAILED_STORES]) == (1, 1)
+    assert harness.client.invalidated == [GroupKeys(0, block_hash(number)) for number in (1, 2)]
 
 
 def test_what_a_preempted_request_looks_up_again_is_counted_again(harness: ManagerHarness) -> None:

@@ -279,12 +279,12 @@ def test_reports_of_ranks_are_merged() -> None:
         meta.mark_completed(1)
     second.mark_completed(2)
     second.failed_jobs[2] = FailedJob(ErrorCode.NOT_READY)
-    first.load_times, second.load_times = {1: (64, 0.5), 3: (32, 0.1)}, {1: (64, 0.2)}
+    first.load_times, second.load_times = {"r": (64, 0.5), "s": (32, 0.1)}, {"r": (64, 0.2)}
     merged = first.aggregate(second)
     assert merged.completed_jobs == {1: 2, 2: 1}
     assert merged.failed_jobs == {2: FailedJob(ErrorCode.NOT_READY)}
     assert merged.credit_bytes == 300
-    assert merged.load_times == {1: (64, 0.5), 3: (32, 0.1)}, "the slowest rank's"
+    assert merged.load_times == {"r": (64, 0.5), "s": (32, 0.1)}, "the slowest rank's"
     assert merged.waited_s == 0.1
 
 
@@ -341,7 +341,7 @@ def test_jobs_of_a_step_are_one_message_and_their_results_come_back() -> None:
     found = [(one.job_id, one.success, one.transfer_size, one.transfer_time) for one in worker.get_finished()]
     assert found == [(1, True, 1024, 0.5), (2, True, 2048, 0.25)]
     report = worker.take_news()
-    assert (report.failed_jobs, report.load_times) == ({}, {2: (64, 0.25)})
+    assert (report.failed_jobs, report.load_times) == ({}, {"r": (64, 0.25)})
 
 
 def test_jobs_that_fail_say_why_and_with_which_keys() -> None:

@@ -118,17 +118,17 @@ class KvoffdConnector(OffloadingConnector):
 
     def _begin_scheduler(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
         self._manager: KvoffdManager = self.connector_scheduler.manager
+        engine, self._shape = facts_of(
+            vllm_config, kv_cache_config, stores_tails=self.connector_scheduler.config.supports_partial_tail
+        )
+        self._manager.begin_engine(engine)
+        self._manager.lookups.enabled = vllm_config.kv_transfer_config.is_kv_consumer
+        self._manager.stores.enabled = vllm_config.kv_transfer_config.is_kv_producer
         self._waits, requests = self._manager.waits, self._manager.requests
         replace_searches(self.connector_scheduler, self._manager.groups, lambda request_id: requests[request_id].scan)
         self._admission = LoadAdmission(
             vllm_config, kv_cache_config, clock=self._manager.clock, is_loading=self._manager.is_loading
         )
-        self._manager.lookups.enabled = vllm_config.kv_transfer_config.is_kv_consumer
-        self._manager.stores.enabled = vllm_config.kv_transfer_config.is_kv_producer
-        engine, self._shape = facts_of(
-            vllm_config, kv_cache_config, stores_tails=self.connector_scheduler.config.supports_partial_tail
-        )
-        self._manager.begin_engine(engine)
         self._tail_tokens = engine.tail_tokens
         self._has_drafts = vllm_config.speculative_config is not None
         self._read_ahead_tokens = vllm_config.num_prefill_lookahead_tokens
@@ -163,13 +163,24 @@ class KvoffdConnector(OffloadingConnector):
         self._adapters = LiveAdapters(manager, config.lora_config, weights.mark_changed)
         specs = [spec for group in cache.kv_cache_groups for spec in iter_layer_specs(group.kv_cache_spec)]
         writes_early = cache.needs_kv_cache_zeroing or any(isinstance(spec, MambaSpec) for spec in specs)
-        is_patched = patch_v2_runner_fence(weights.runner, super().handle_preemptions)
+        is_patched = patch_v2_runner_fence(weights.runner, self._fence)
         if config.use_v2_model_runner and writes_early and not is_patched:
             raise ValueError(
                 "kvoffd cannot serve this engine: its model runner writes to blocks before their stores have ended, in "
                 "a place unknown to this kvoffd. Start it without --kv-transfer-config."
             )
         super().register_kv_caches(kv_caches)
+
+    def _fence(self, metadata: OffloadingConnectorMetadata) -> None:
+        """Send the last step's stores and wait for those whose blocks this step writes to, as vLLM's
+        handle_preemptions(), after which it is called again."""
+        self._leave_if_changed()
+        super().handle_preemptions(metadata)
+
+    def _leave_if_changed(self) -> None:
+        """Let unsent stores fail if weights or an adapter have changed: their blocks may be of the old or the new."""
+        if self._weights.changed:
+            self.connector_worker.worker.leave()
 
     def handle_preemptions(self, kv_connector_metadata: ConnectorMetadata) -> None:
         """As vLLM's; also takes a new digest and joins the namespace if asked to.
@@ -183,9 +194,7 @@ class KvoffdConnector(OffloadingConnector):
         worker: KvoffdWorker = self.connector_worker.worker
         weights, generation = self._weights, kv_connector_metadata.generation
         self._adapters.read_ahead(kv_connector_metadata.adapters)
-        if weights.changed:
-            # Unsent stores must fail: their blocks may be of the old or the new weights.
-            worker.leave()
+        self._leave_if_changed()
         if generation is not None and generation > self._generation:
             self._generation = generation
             self._digest = weights.digest()
@@ -290,7 +299,7 @@ class KvoffdConnector(OffloadingConnector):
         if self._must_wait(state, own_tokens):
             return None
         manager.namespace.ask()
-        if manager.adapters.ask_if_unknown(state):
+        if manager.adapters.await_content(state):
             return None
         has_all = own_tokens >= self._shape.usable_tokens(request.num_tokens, own_tokens)
         has_tail = self._tail_tokens > 0 and self._has_tail(request, own_tokens)
@@ -304,30 +313,29 @@ class KvoffdConnector(OffloadingConnector):
         return None if tokens is None else self._admit(state, own_tokens, tokens)
 
     def _must_wait(self, state: RequestState, own_tokens: int) -> bool:
-        """Return whether a request waits in this step, whatever a scan would find: for the load of an earlier one, or
-        behind a load that waits for space, or because enough of those that may have to were scanned in this step."""
+        """Return whether a request waits in this step, whatever a scan would find: to compute, for the load of an
+        earlier one; to be loaded, for one whose load waits for space. If only a scan can tell, it waits once enough
+        requests were scanned in this step."""
         admission, waits, request = self._admission, self._waits, state.request
         if not admission.holds_up_others:
             return False
         if (found := waits.found_before(state, own_tokens)) is not None:
-            least = most = found.tokens
-        elif (loadable := waits.loadable(state, own_tokens)) is not None:
-            least, most = loadable
-        else:
+            is_load = found.tokens > 0 and not self._manager.harm.skips_load(found.tokens)
+            to_compute = admission.waits_for_earlier(request, own_tokens + found.tokens)
+            return to_compute or (is_load and admission.has_deferred)
+        if (loadable := waits.loadable(state, own_tokens)) is None:
             return False
+        least, most = loadable
         if admission.waits_for_earlier(request, own_tokens + most):
             return True
-        if not most or not (admission.has_deferred or admission.waits_for_earlier(request, own_tokens + least)):
-            return False
-        if found is not None:  # nothing is loaded before the one that waits for space
-            return not self._manager.harm.skips_load(found.tokens)
         if admission.has_deferred and self._has_load(request, least, most):
             return True
-        return not waits.take_scan(state)  # a scan may find that it has nothing to load, or enough to take one step
+        depends = most > 0 and (admission.has_deferred or admission.waits_for_earlier(request, own_tokens + least))
+        return depends and not waits.take_scan(state)
 
     def _has_load(self, request: Request, least: int, most: int) -> bool:
-        """Return whether vLLM's scan of a request surely finds a load, and one that is not skipped: all groups have
-        ``least`` tokens of it, and some group has no more than ``most``."""
+        """Return whether vLLM's scan of a request must find a load, and one that is not skipped for being slow, if it
+        can find ``least`` to ``most`` tokens less DROPPED_CHUNKS."""
         is_limited = request.mm_features or "max_load_tokens" in (request.kv_transfer_params or ())
         fewest = least - DROPPED_CHUNKS * self._shape.chunk_tokens
         return fewest > 0 and not is_limited and not self._manager.harm.may_skip(fewest, most)
@@ -337,11 +345,12 @@ class KvoffdConnector(OffloadingConnector):
 
         False with drafts, whose tails have another hash in 0.33.
         """
-        last = (request.num_prompt_tokens - 1) // self._tail_tokens
-        beyond, hashes = last * self._tail_tokens - own_tokens, request.block_hashes
-        if self._pool is None or not 0 < beyond < self._shape.block_tokens or last > len(hashes) or self._has_drafts:
+        tail_end = (request.num_prompt_tokens - 1) // self._tail_tokens  # in hashes
+        beyond, hashes = tail_end * self._tail_tokens - own_tokens, request.block_hashes
+        is_tail = 0 < beyond < self._shape.block_tokens and tail_end <= len(hashes)
+        if self._pool is None or not is_tail or self._has_drafts:
             return False
-        return bool(self._pool.get_cached_block(hashes[last - 1], self._shape.group_ids))
+        return bool(self._pool.get_cached_block(hashes[tail_end - 1], self._shape.group_ids))
 
     def _scan(self, state: RequestState, own_tokens: int) -> int | None:
         """Return the tokens that can be loaded by vLLM's scan of the answer; None if the request must wait."""
@@ -355,7 +364,7 @@ class KvoffdConnector(OffloadingConnector):
             return None
         state.scan.asks_tails = False  # no lookup follows the scans below
         while tokens and request.mm_features and self._needs_two_images(request, own_tokens + tokens):
-            size = self._shape.chunk_tokens
+            size = self._shape.chunk_tokens  # load a chunk less
             most = (own_tokens + tokens - 1) // size * size - own_tokens
             tokens, _ = self.connector_scheduler.get_num_new_matched_tokens(request, own_tokens, max(most, 0))
         return tokens
@@ -377,7 +386,7 @@ class KvoffdConnector(OffloadingConnector):
             self._mark_shared_prefix(state, own_tokens + tokens)
         if not tokens or self._manager.skip_slow_load(state, tokens):
             return 0 if self._admission.admit_compute(state.request, own_tokens) else None
-        if not self._manager.adapters.may_load(state):
+        if (adapter := state.request.lora_request) is not None and not self._manager.adapters.may_check(adapter):
             return None
         admission = self._admission.admit_load(state.request, own_tokens + tokens)
         if admission is Admission.ONLY_COMPUTE:

@@ -65,27 +65,28 @@ class WorkerNews(OffloadingWorkerMetadata):
 
     Attributes:
         failed_jobs: failures by job id, of the first rank that has one.
-        load_times: tokens and seconds of successful loads by job id, of the slowest rank.
+        load_times: tokens and seconds of successful loads by request, of the slowest rank that reports its end now.
         credit_bytes: bytes of stores each worker may have outstanding, the least of all ranks; None: unchanged.
         memory: changed states by rank.
         waited_s: time that vLLM waited for stores, the longest of all ranks.
     """
 
     failed_jobs: dict[int, FailedJob] = field(default_factory=dict)
-    load_times: dict[int, tuple[int, float]] = field(default_factory=dict)
+    load_times: dict[str, tuple[int, float]] = field(default_factory=dict)
     credit_bytes: int | None = None
     memory: dict[int, MemoryState] = field(default_factory=dict)
     waited_s: float = 0.0
 
     def aggregate(self, other: Any) -> WorkerNews:
         merged = super().aggregate(other)
+        # All ranks have the same tokens of a load, so the larger pair is that of the slower rank.
+        slower = {name: max(load, self.load_times.get(name, load)) for name, load in other.load_times.items()}
         credits_bytes = [news.credit_bytes for news in (self, other) if news.credit_bytes is not None]
         return WorkerNews(
             merged.completed_jobs,
             merged.transfer_stats,
             {**other.failed_jobs, **self.failed_jobs},
-            # All ranks have the same tokens of a job, so the larger pair is that of the slower rank.
-            self.load_times | {job: max(one, self.load_times.get(job, one)) for job, one in other.load_times.items()},
+            self.load_times | slower,
             min(credits_bytes, default=None),
             self.memory | other.memory,
             max(self.waited_s, other.waited_s),

@@ -91,9 +91,9 @@ class DoNoHarm:
 
     def record_load(self, tokens: int, seconds: float) -> None:
         """Record the duration of a load. If loads of its length take too long, pause them and log that."""
-        now, rate, length = self._clock(), self._prefill.tokens_per_second, tokens.bit_length()
         if tokens <= 0:
             return
+        now, rate, length = self._clock(), self._prefill.tokens_per_second, tokens.bit_length()
         self._load_samples.setdefault(length, deque(maxlen=LOAD_SAMPLES)).append((now, seconds / tokens))
         loaded_s = self._median_s(tokens, self._recent(length, length))
         paused_until = self.loads_paused_until.pop(length, -inf)
@@ -102,7 +102,7 @@ class DoNoHarm:
         computed_s = tokens / rate
         if loaded_s > MARGIN * computed_s and loaded_s - computed_s > MIN_LOSS_S:
             self.loads_paused_until[length] = now + SAMPLE_AGE_S
-            if now >= paused_until:
+            if now >= paused_until:  # else it was logged, and this load had begun before
                 logger.warning(
                     "kvoffd: loads of about %d tokens take %.2f s, computing them %.2f s: such prompts "
                     "compute; a load is tried again %.0f s after the last one.",

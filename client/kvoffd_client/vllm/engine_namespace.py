@@ -78,7 +78,7 @@ class Apart:
 
 
 class Unconnected:
-    """Stand-in for a SchedulerClient while the namespace is unknown."""
+    """Stand-in for a SchedulerClient while the namespace is unknown: all that is used of one that is not ready."""
 
     directory = ""
     epoch = 0

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from vllm.v1.kv_offload.base import OffloadKey
 
 from kvoffd_client.vllm import metrics
-from kvoffd_client.vllm.adapters import AdapterContents
+from kvoffd_client.vllm.adapter_contents import AdapterContents
 from kvoffd_client.vllm.chunk_groups import ChunkGroup, ChunkGroups, wire_keys
 from kvoffd_client.vllm.engine_namespace import EngineNamespace
 from kvoffd_client.vllm.hints import RequestHint, name_of
@@ -129,7 +129,7 @@ def hinted_hashes(
         found_tails: hashes of tails that were found for the request, by index of the group.
     """
     hashes, named = request.block_hashes, dict[int, list[bytes]]()
-    most_tokens = MAX_KEYS / sum(1 / group.tokens_per_chunk for group in groups)
+    most_tokens = MAX_KEYS / sum(1 / group.tokens_per_chunk for group in groups)  # these have MAX_KEYS in all groups
     tail_end = 0  # hashes up to the end of the prompt's longest tail
     if tail_tokens and request.num_prompt_tokens > start:
         tail_end = (request.num_prompt_tokens - 1) // tail_tokens

@@ -110,7 +110,8 @@ class LoadAdmission:
         ]
         self._kept_free: int = sum(of_drafts) if speculates else 0
         """Blocks that a step with drafts needs."""
-        self._blocks: float = kv_cache_config.num_blocks - 1 if speculates or windowed else inf  # one is the null block
+        can_block = speculates or windowed
+        self._limited_blocks: float = kv_cache_config.num_blocks - 1 if can_block else inf  # one is the null block
         """Blocks of the KV cache, if loads could deadlock it; else infinity."""
         self._loaded: dict[Request, Loaded] = {}
         self._first_delaying: SortKey | None = None
@@ -193,18 +194,18 @@ class LoadAdmission:
 
     def _fits(self, request: Request, cached: int, others: dict[Request, Loaded]) -> bool:
         """Return whether a request fits besides the others, during its load and with ``cached`` tokens cached."""
-        if not others and self._blocks == inf:
+        if not others and self._limited_blocks == inf:
             return True
         blocks = self._blocks_of(request.num_tokens + self._drafts, cached)
         if not others:  # it has at most its own blocks, or those of what was loaded and of the first step's drafts
-            return max(blocks, self._blocks_of(cached, cached) + self._kept_free) <= self._blocks
+            return max(blocks, self._blocks_of(cached, cached) + self._kept_free) <= self._limited_blocks
         # vLLM keeps blocks free for requests whose load failed.
         failed = sum(load.blocks for other, load in others.items() if not other.num_computed_tokens)
         free = self.pool.get_num_free_blocks() if self.pool is not None else inf
         if failed and blocks + failed + self._kept_free > free:
             return False
         taken = blocks + self._kept_free + sum(load.blocks for load in others.values())
-        return taken <= LOADED_SHARE * self._blocks
+        return taken <= LOADED_SHARE * self._limited_blocks
 
     def _blocks_of(self, tokens: int, cached: int) -> float:
         """Return the most blocks that a request of ``tokens``, ``cached`` of them computed, may have at once."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from itertools import count
 from typing import TYPE_CHECKING
@@ -20,7 +21,7 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvoffd_client.vllm import metrics
-from kvoffd_client.vllm.adapters import AdapterContents, RequestAdapter
+from kvoffd_client.vllm.adapter_contents import AdapterContents, RequestAdapter
 from kvoffd_client.vllm.chunk_groups import ChunkGroup, ChunkGroups, KeyedSpec
 from kvoffd_client.vllm.compute_times import ComputeTimes
 from kvoffd_client.vllm.connector_metadata import FailedJob, WorkerNews
@@ -46,6 +47,8 @@ if TYPE_CHECKING:
 
 BLOCKS_UNUSABLE = frozenset({ErrorCode.NOT_READY, ErrorCode.COPY_FAILED, ErrorCode.CHECKSUM})
 """Errors after which the blocks are unusable. After other errors they are still valid."""
+FAILED_REMEMBERED = 256
+"""Failed jobs that are remembered, as they may fail in further workers a few steps later."""
 
 
 class KvoffdManager(OffloadingManager):
@@ -72,10 +75,6 @@ class KvoffdManager(OffloadingManager):
         times: when prompts would be computed.
     """
 
-    prefill: PrefillRate
-    harm: DoNoHarm
-    times: ComputeTimes
-
     def __init__(
         self,
         namespace: EngineNamespace,
@@ -89,43 +88,50 @@ class KvoffdManager(OffloadingManager):
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self.namespace, self.groups, self.clock = namespace, ChunkGroups(groups), clock
-        self._hints_option, self._do_no_harm = hints, do_no_harm
+        self._deadline_s, self._disk_wait_s, self._do_no_harm = deadline_s, disk_wait_s, do_no_harm
+        self._hints_option, self._sleep = hints, sleep
         self._numbers = count()
-        self._counters = counters = metrics.Counters()
-        self._reports = EngineReports(namespace, clock, counters)
-        namespace.on_leave = self._on_leave
+        self._failed_jobs: deque[int] = deque(maxlen=FAILED_REMEMBERED)
+        """Ids of jobs that have failed in some worker."""
+        self._load_times: dict[str, tuple[int, float]] = {}
+        """Tokens and seconds of loads, by request: of the slowest worker in which each has ended. The others follow."""
+        self._counters = metrics.Counters()
+        self._reports = EngineReports(namespace, clock, self._counters)
         self._engine_clock = EngineClock(clock)
-        answer_wait = AnswerWait(deadline_s, do_no_harm=do_no_harm)
         self.adapters = AdapterContents(namespace, clock)
-        self.lookups = RequestLookups(
-            namespace, self.adapters, self.groups, clock, self._engine_clock, answer_wait, counters
-        )
-        self.requests = self.lookups.requests
-        self.waits = PromptWaits(
-            self.lookups,
-            self._engine_clock,
-            answer_wait,
-            counters,
-            deadline_s=deadline_s,
-            disk_wait_s=disk_wait_s,
-            do_no_harm=do_no_harm,
-            sleep=sleep,
-        )
-        self.stores = RequestStores(
-            namespace, self.groups, clock, counters, deadline_s=deadline_s, read=self.lookups.read
-        )
-        self.outcomes = PromptOutcomes(namespace, self.groups, self.lookups.loading)
+        namespace.on_leave = self._on_leave
 
     # --- for the connector, beyond vLLM's interface ---
 
     def begin_engine(self, engine: EngineFacts) -> None:
-        """Set properties of the engine's configuration, before the first request."""
-        self.prefill = PrefillRate(self.clock, engine.most_running, engine.prompt_step_tokens)
-        self.harm = DoNoHarm(self.clock, self.prefill, active=self._do_no_harm)
-        self.times = ComputeTimes(engine, self.prefill, self.namespace, self.requests, self.lookups.loading)
-        self.lookups.begin_engine(engine)
-        self.waits.begin_engine(engine, self.harm, self.times)
-        self.stores.begin_engine(engine, self.harm)
+        """Make the parts, before the first request: vLLM makes the manager without the engine's configuration."""
+        namespace, groups, clock, counters = self.namespace, self.groups, self.clock, self._counters
+        engine_clock, deadline_s = self._engine_clock, self._deadline_s
+        answer_wait = AnswerWait(deadline_s, do_no_harm=self._do_no_harm)
+        self.prefill = PrefillRate(clock, engine.most_running, engine.prompt_step_tokens)
+        self.harm = DoNoHarm(clock, self.prefill, active=self._do_no_harm)
+        self.lookups = RequestLookups(
+            namespace, self.adapters, groups, engine, clock, engine_clock, answer_wait, counters
+        )
+        self.requests, loading = self.lookups.requests, self.lookups.loading
+        self.times = ComputeTimes(engine, self.prefill, namespace, self.requests, loading)
+        self.waits = PromptWaits(
+            self.lookups,
+            engine,
+            self.harm,
+            self.times,
+            engine_clock,
+            answer_wait,
+            counters,
+            deadline_s=deadline_s,
+            disk_wait_s=self._disk_wait_s,
+            do_no_harm=self._do_no_harm,
+            sleep=self._sleep,
+        )
+        self.stores = RequestStores(
+            namespace, groups, engine, self.harm, clock, counters, deadline_s=deadline_s, read=self.lookups.read
+        )
+        self.outcomes = PromptOutcomes(namespace, groups, loading)
 
     def begin_step(self, request_tokens: Collection[int]) -> None:
         """Record the start of a step with these numbers of tokens per request, look up the next prompts of the queue;
@@ -207,33 +213,37 @@ class KvoffdManager(OffloadingManager):
             self.harm.record_store_wait(news.waited_s)
         if news.credit_bytes is not None:
             self.stores.credit_bytes = news.credit_bytes
-        for tokens, seconds in news.load_times.values():
-            self.harm.record_load(tokens, seconds)
-        for job in news.failed_jobs.values():
-            self._job_failed(job)
+        for request_id, load in news.load_times.items():
+            if self.is_loading(request_id):  # else the load began before a reset, and vLLM does not handle its end
+                self._load_times[request_id] = max(load, self._load_times.get(request_id, load))
+        for job_id, job in news.failed_jobs.items():
+            self._job_failed(job, is_first=job_id not in self._failed_jobs)
+            self._failed_jobs.append(job_id)
         if news.memory:
             generation = self.namespace.generation
             current = {rank: memory for rank, memory in news.memory.items() if memory.generation == generation}
             self.namespace.update(current)
-            requests = [state.request for state in self.requests.values()]
-            begun = [each.lora_request for each in requests if each.lora_request and each.num_computed_tokens]
-            self.adapters.update(current, begun)
+            self.adapters.update(current, self.requests.values())
 
-    def _job_failed(self, job: FailedJob) -> None:
-        """Handle a store with missing blocks, or a failed load, whose request is recomputed."""
+    def _job_failed(self, job: FailedJob, *, is_first: bool) -> None:
+        """Handle a store with missing blocks, or a failed load, whose request is recomputed. ``is_first``: it has not
+        failed in another worker before."""
         reason = job.error.sentence if job.error is not None else "The daemon gave no reason."
         if job.request_id is None:
             logger.debug("kvoffd: a store failed. %s", reason)
+            self._counters[metrics.FAILED_STORES] += is_first
             self.stores.failed(job.keys)
             return
-        self._counters[metrics.FAILED_LOADS] += 1
+        if job.error in BLOCKS_UNUSABLE:
+            self.namespace.client.invalidate(job.keys)
+        if not is_first:
+            return
         if state := self.requests.get(job.request_id):
             self.lookups.end_leases(state)
             state.load_failed = True
             self.outcomes.load_failed(state)
             state.last = None
-        if job.error in BLOCKS_UNUSABLE:
-            self.namespace.client.invalidate(job.keys)
+        self._counters[metrics.FAILED_LOADS] += 1
         logger.warning("kvoffd: a load failed; request %s is recomputed. %s", job.request_id, reason)
 
     # --- vLLM's interface ---
@@ -265,23 +275,24 @@ class KvoffdManager(OffloadingManager):
         return CacheHitSource.DISK if tier else CacheHitSource.HOST
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> KeyedSpec:
-        if (state := self.requests.get(req_context.req_id)) is None:
-            spec = self.groups.spec_of(keys, b"")  # it has ended; without a lease the load fails
-        else:
-            spec = self.groups.spec_of(keys, state.adapter.content)
-            tails = [key for key in keys if key in state.scan.tail_results]
-            if (answer := self.lookups.begin_load(state)) is not None:
-                spec.lease_id, spec.load_tokens = answer.future.lease_id, state.scheduling.loaded_tokens
-                if state.adapter.content:
-                    self.adapters.will_load(state.request.lora_request)
-                if tails:  # only repeated lookups ask for tails, and the daemon does not show those to its policy
-                    used = self.groups.spec_of(tails, state.adapter.content)
-                    self.namespace.client.show_used(used.keys, giver=state.hints.giver)
+        state = self.requests.get(req_context.req_id)
+        adapter = state.adapter.content if state is not None else b""
+        spec = self.groups.spec_of(keys, adapter)
         spec.request_id = req_context.req_id
+        if state is None or (answer := self.lookups.begin_load(state)) is None:
+            return spec  # the request has ended or lost its answer: without a lease the load fails in the workers
+        spec.lease_id, spec.load_tokens = answer.future.lease_id, state.scheduling.loaded_tokens
+        if adapter:
+            self.adapters.check(state.request.lora_request)
+        if tails := [key for key in keys if key in state.scan.tail_results]:
+            # Only repeated lookups ask for tails, and the daemon does not show those to its policy.
+            self.namespace.client.show_used(self.groups.spec_of(tails, adapter).keys, giver=state.hints.giver)
         return spec
 
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         self.lookups.end_load(req_context.req_id)
+        if (load := self._load_times.pop(req_context.req_id, None)) is not None:
+            self.harm.record_load(*load)
         if state := self.requests.get(req_context.req_id):
             self.outcomes.load_ended(state)
 
@@ -314,6 +325,7 @@ class KvoffdManager(OffloadingManager):
         return self.namespace.needs_steps
 
     def reset_cache(self) -> None:
+        self._load_times.clear()
         self.lookups.reset()
         self.stores.reset()
 

@@ -196,11 +196,15 @@ class ParkedPrompts:
     def _make_askers_due(self, now: float) -> None:
         """Make the prompts due that ask a store and await no answer, all of them once the first one is to ask again."""
         askers = [request_id for request_id in self._asking if not self._parked[request_id].is_due]
+        if not askers:
+            return
         askers.sort(key=self._asking.__getitem__)
-        if askers and (first := self._parked[askers[0]]).future is None and first.ask_at <= now:
-            for request_id in askers:
-                if (parked := self._parked[request_id]).future is None:
-                    self._make_due(request_id, parked)
+        first = self._parked[askers[0]]
+        if first.future is not None or first.ask_at > now:
+            return
+        for request_id in askers:
+            if (parked := self._parked[request_id]).future is None:
+                self._make_due(request_id, parked)
 
     def _wake_entry(self, entry: Entry) -> bool:
         """Wake the prompt of a heap's entry, unless it was woken since. Return whether it was parked."""

@@ -50,6 +50,7 @@ class PromptOutcomes:
             state.scheduling.unsent_report = report_of(
                 state,
                 wait,
+                wait.promoted,
                 self._groups,
                 loaded_tokens=state.scheduling.loaded_tokens,
                 load_lease_id=load.future.lease_id if load is not None else 0,
@@ -73,15 +74,15 @@ class PromptOutcomes:
         """
         if state.request is None:  # vLLM never announced it
             return
-        scheduling = state.scheduling
-        wait, is_loading = state.wait, state.request.request_id in self._loading
-        if is_loading:
-            wait.promoted = scheduling.promoted  # this wait began with the load: those came in the one before
-        else:
+        scheduling, wait = state.scheduling, state.wait
+        is_loading = state.request.request_id in self._loading
+        if not is_loading:
             self._send(scheduling)
         if wait.counted is not None or is_loading:
+            # The wait of one that loads began with the load: its blocks came up, and were counted, in the one before.
+            promoted = scheduling.promoted if is_loading else wait.promoted
             unsent = scheduling.unsent_report
-            report = report_of(state, wait, self._groups, dropped=True)
+            report = report_of(state, wait, promoted, self._groups, dropped=True)
             lease_id = report.lease_id or (unsent.lease_id if unsent is not None else 0)
             scheduling.unsent_report = structs.replace(report, lease_id=lease_id)
         self._send(scheduling)

@@ -61,6 +61,7 @@ class FoundKeys(NamedTuple):
 def report_of(
     state: RequestState,
     wait: PromptWait,
+    promoted: PromotedBlocks,
     groups: Sequence[ChunkGroup],
     *,
     loaded_tokens: int = 0,
@@ -69,18 +70,15 @@ def report_of(
 ) -> PromptReport:
     """Return the report of a request that is scheduled with ``loaded_tokens`` or, if ``dropped``, ended before.
 
-    ``wait``: its wait that has ended. ``load_lease_id``: lease under which it loads.
+    ``wait``: its wait that has ended. ``promoted``: its blocks that came from tiers before. ``load_lease_id``: lease
+    under which it loads.
     """
     request, scan, adapter = state.request, state.scan, state.adapter.content
     # The lookup that decided is not the last one if that was sent early, to have the next answer in time.
     lookup = state.last if dropped or scan.answer is None else scan.answer
     own_tokens, other_tokens = scan.own_tokens, 0
     if not dropped:
-        # vLLM knows now what it computes: not the end of a prompt in its cache, which is less than a block, and
-        # not what another connector loads, which is more.
-        own_tokens = request.num_computed_tokens - loaded_tokens
-        if (more := own_tokens - scan.own_tokens) >= min(one.tokens_per_chunk for one in groups):
-            own_tokens, other_tokens = scan.own_tokens, more
+        own_tokens, other_tokens = _computed_tokens(state, groups, loaded_tokens)
     leading = _leading_keys(state, groups, loaded_tokens, computes_none=dropped or other_tokens > 0)
     if loaded_tokens:
         outcome = Outcome.LOADED
@@ -94,7 +92,7 @@ def report_of(
     after_gap = 0
     if missing and lookup is not None:
         after_gap = sum(lookup.chunk_states(index).count(READY, leading.covered[index]) for index in lookup.chunks)
-    found = _found_keys(lookup, wait.promoted)
+    found = _found_keys(lookup, promoted)
     return PromptReport(
         request=request.request_id[:MAX_REQUEST_ID],
         decided_at=time.time(),
@@ -125,6 +123,20 @@ def report_of(
     )
 
 
+def _computed_tokens(state: RequestState, groups: Sequence[ChunkGroup], loaded_tokens: int) -> tuple[int, int]:
+    """Return how many tokens of a request that is scheduled are in the engine's own cache, and how many another
+    connector loads.
+
+    vLLM does not say which is which, but counts both as computed. It told the scan of whole blocks in its cache only:
+    what it has beyond these is less than a block, what another connector loads is more.
+    """
+    own_tokens = state.request.num_computed_tokens - loaded_tokens
+    beyond = own_tokens - state.scan.own_tokens
+    if beyond >= min(one.tokens_per_chunk for one in groups):
+        return state.scan.own_tokens, beyond
+    return own_tokens, 0
+
+
 def _leading_keys(
     state: RequestState, groups: Sequence[ChunkGroup], loaded_tokens: int, *, computes_none: bool
 ) -> LeadingKeys:
@@ -132,10 +144,12 @@ def _leading_keys(
     request, scan = state.request, state.scan
     whole = [request.num_tokens // one.tokens_per_chunk for one in groups]
     own = [scan.own_tokens // one.tokens_per_chunk for one in groups]
-    if loaded_tokens:  # the last chunk may be loaded in part
+    if loaded_tokens:
+        # The last chunk may be loaded in part, and then its key was used: up to the last token, or where other limits
+        # end the load. But a load that ends with a tail used the tail's key, not that of the chunk around it.
         end = scan.own_tokens + loaded_tokens
         if state.tails and not scan.engine_has_all and end < request.num_tokens - 1:
-            end -= end % groups[0].tokens_per_chunk  # it ends with a tail, or with a chunk
+            end -= end % groups[0].tokens_per_chunk
         ends = [-(-end // one.tokens_per_chunk) for one in groups]
         return LeadingKeys(whole, own, [*map(min, whole, ends)])
     if computes_none:

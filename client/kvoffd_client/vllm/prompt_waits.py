@@ -53,6 +53,9 @@ class PromptWaits:
     def __init__(
         self,
         lookups: RequestLookups,
+        engine: EngineFacts,
+        harm: DoNoHarm,
+        times: ComputeTimes,
         engine_clock: EngineClock,
         answer_wait: AnswerWait,
         counters: metrics.Counters,
@@ -63,6 +66,8 @@ class PromptWaits:
         sleep: Callable[[float], None],
     ) -> None:
         self._lookups, self._namespace, self._counters = lookups, lookups.namespace, counters
+        self._queue, self._parked = lookups.queue, lookups.queue.parked
+        self._engine, self._harm, self._times = engine, harm, times
         self._engine_clock, self._answer_wait, self._sleep = engine_clock, answer_wait, sleep
         self._deadline_s, self._disk_wait_s, self._do_no_harm = deadline_s, disk_wait_s, do_no_harm
         self.late_times_sum = 0.0
@@ -72,11 +77,6 @@ class PromptWaits:
         """Whether parked prompts were not woken in this step yet: vLLM has come to none."""
         self._may_pause = True
         """Whether an idle engine may pause in this step: it has not, and no prompt has come since the step before."""
-
-    def begin_engine(self, engine: EngineFacts, harm: DoNoHarm, times: ComputeTimes) -> None:
-        """Set properties of the engine, before the first request."""
-        self._engine, self._harm, self._times = engine, harm, times
-        self._queue, self._parked = self._lookups.queue, self._lookups.queue.parked
 
     def begin_step(self, *, is_idle: bool) -> None:
         """Begin a step, in which no request runs if it ``is_idle``."""

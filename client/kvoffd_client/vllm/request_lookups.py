@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from kvoffd_client.vllm import metrics
-from kvoffd_client.vllm.adapters import AdapterContents
+from kvoffd_client.vllm.adapter_contents import AdapterContents
 from kvoffd_client.vllm.chunk_groups import ChunkGroups, wire_keys
 from kvoffd_client.vllm.engine_facts import EngineFacts
 from kvoffd_client.vllm.engine_namespace import EngineNamespace
@@ -55,6 +55,7 @@ class RequestLookups:
         namespace: EngineNamespace,
         adapters: AdapterContents,
         groups: ChunkGroups,
+        engine: EngineFacts,
         clock: Callable[[], float],
         engine_clock: EngineClock,
         answer_wait: AnswerWait,
@@ -67,14 +68,9 @@ class RequestLookups:
         self.loading: dict[str, KeyedLookup] = {}
         self.load_changes = 0
         self.enabled = True
-
-    def begin_engine(self, engine: EngineFacts) -> None:
-        """Set properties of the engine, before the first request."""
         self._only_prefixes = engine.only_prefixes
         self.queue = PromptQueue(engine.step_tokens, by_priority=engine.by_priority)
-        self.hint_sender = HintSender(
-            self.namespace, self._adapters, self.groups, self.clock, self._counters, engine.tail_tokens
-        )
+        self.hint_sender = HintSender(namespace, adapters, groups, clock, counters, engine.tail_tokens)
 
     # --- sending -----------------------------------------------------------------------------------
 
@@ -121,8 +117,8 @@ class RequestLookups:
             if state.request.is_finished():
                 continue
             self.take_answer(state)
-            comes = state.answer is not None and state.answer.is_coming  # a scan asks for these again
-            if state.in_flight is None and not comes and self.is_outdated(state):
+            is_coming = state.answer is not None and state.answer.is_coming  # then the next scan decides
+            if state.in_flight is None and not is_coming and self.is_outdated(state):
                 self.look_up(state)
 
     def look_up(self, state: RequestState) -> None:
@@ -209,8 +205,9 @@ class RequestLookups:
         self.end_lease(state.answer)
         state.answer = answered
         state.wait.promoted.record(answered)
-        now, age_s = self._engine_clock.read(), self.clock() - answered.future.answered_at
-        state.wait.tier.set_next_lookup(now - age_s, now, answered.future.wait_s)  # times of the engine's clock
+        now = self._engine_clock.read()
+        answered_at = now - (self.clock() - answered.future.answered_at)  # by the engine's clock
+        state.wait.tier.set_next_lookup(answered_at, now, answered.future.wait_s)
         return True
 
     def read(self, lookup: KeyedLookup) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from kvoffd_client.scheduler_client import LookupFuture, SchedulerClient
-from kvoffd_client.vllm.adapters import RequestAdapter
+from kvoffd_client.vllm.adapter_contents import RequestAdapter
 from kvoffd_client.vllm.hints import NO_HINTS, RequestHints
 from kvoffd_client.vllm.keyed_lookup import KeyedLookup
 from kvoffd_client.vllm.promoted_blocks import PromotedBlocks

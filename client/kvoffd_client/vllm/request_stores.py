@@ -47,6 +47,8 @@ class RequestStores:
         self,
         namespace: EngineNamespace,
         groups: ChunkGroups,
+        engine: EngineFacts,
+        harm: DoNoHarm,
         clock: Callable[[], float],
         counters: metrics.Counters,
         *,
@@ -54,7 +56,8 @@ class RequestStores:
         read: Callable[[KeyedLookup], None],
     ) -> None:
         self._namespace, self._groups, self._clock, self._counters = namespace, groups, clock, counters
-        self._deadline_s, self._read = deadline_s, read
+        self._shard_bytes, self._state_groups = engine.shard_bytes, frozenset(engine.state_groups)
+        self._harm, self._deadline_s, self._read = harm, deadline_s, read
         self.enabled = True
         self.events: HostBlockEvents | None = None
         self.credit_bytes = self.outstanding_bytes = 0
@@ -62,11 +65,6 @@ class RequestStores:
         """Keys of stores that no worker has reported as ended, with their bytes."""
         self._failed: set[bytes] = set()
         """Hashes of failed stores, until vLLM handles their end."""
-
-    def begin_engine(self, engine: EngineFacts, harm: DoNoHarm) -> None:
-        """Set properties of the engine, before the first request."""
-        self._harm = harm
-        self._shard_bytes, self._state_groups = engine.shard_bytes, frozenset(engine.state_groups)
 
     def prepare(
         self, state: RequestState | None, keys: Collection[OffloadKey], req_context: ReqContext
@@ -157,7 +155,6 @@ class RequestStores:
 
     def failed(self, groups: Sequence[GroupKeys]) -> None:
         """Record that these keys of a store are missing, before vLLM handles its end."""
-        self._counters[metrics.FAILED_STORES] += 1
         if (namespace := self._namespace.current) is not None:
             # Not those of a request with an adapter, which on the wire are not vLLM's, nor of a job before a reset.
             storing = {key[:-GROUP_ID_BYTES] for key in self._storing}

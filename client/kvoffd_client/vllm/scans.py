@@ -78,7 +78,7 @@ def last_window(results: bytes, size: int, last_size: int) -> int:
     """
     if results.endswith(HIT * last_size):
         return len(results)
-    # An earlier window: the HITs at the end are fewer than ``last_size``.
+    # Of the HITs behind the last MISS there are too few, even if they are ``size``.
     found = results.rfind(HIT * size, 0, results.rfind(MISS) + 1)
     return found + size if found >= 0 else len(results) - len(results.lstrip(HIT))
 

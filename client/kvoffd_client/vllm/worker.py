@@ -90,8 +90,8 @@ class KvoffdWorker(OffloadingWorker):
         self._failed_requests: set[str] = set()
         """Requests whose load failed, until they are taken."""
         self._last_credit: int | None = None
-        # Jobs that were not sent, with the reason. The sender's thread appends to it too.
         self._unsent_failures: deque[tuple[int, ErrorCode]] = deque()
+        """Jobs that were not sent, with the reason. The sender's thread appends to it too."""
 
     @property
     def problem(self) -> str:
@@ -216,14 +216,14 @@ class KvoffdWorker(OffloadingWorker):
         for client in [client for client in self._former if not client.unfinished]:
             self._former.remove(client)
             client.close()
-            results += client.take_results()
+            results += client.take_results()  # that came since
         for result in results:
             if not result.ok:
                 finished.append(self._record_failure(result.job_id, result.error, result.failed))
                 continue
             spec = self._specs.pop(result.job_id, None)
-            if spec is not None and spec.load_tokens and result.seconds is not None:
-                self._news.load_times[result.job_id] = spec.load_tokens, result.seconds
+            if spec is not None and spec.request_id is not None and result.seconds is not None:
+                self._news.load_times[spec.request_id] = spec.load_tokens, result.seconds
             finished.append(TransferResult(result.job_id, True, result.bytes, result.seconds))
         return finished
 
@@ -302,7 +302,7 @@ class KvoffdWorker(OffloadingWorker):
                 "it does."
             )
         if released or not client.unfinished:
-            client.close()
+            client.close()  # jobs without a result fail: the daemon no longer accesses their blocks
         self._former.append(client)
 
     def _clients(self) -> list[WorkerClient]:
