@@ -627,7 +627,7 @@ class WorkerClient(Session):
         refused = {job_id: sent for job_id, sent in self._sent.items() if sent.request_id == reply.request_id}
         if not refused:
             super()._on_unexpected_refusal(reply, refusal, now)
-        elif len(refused) > 1 and reply.code in ONE_IS_WRONG and self._phase is Phase.READY:
+        elif len(refused) > 1 and reply.code in ONE_IS_WRONG and self._phase is Phase.OPEN:
             # The daemon has begun none of them: each goes out alone, so that the wrong one fails alone.
             for job_id, sent in refused.items():
                 self._send_jobs([sent.job], {job_id: sent.of_job}, sent.sole)

@@ -426,7 +426,7 @@ class PromotionSource:
 
     def settle(self, fill: Fill, reason: int) -> None:
         """Count the key once for all lookups that asked for it, have none wait for it any more, and take it out of its
-        queue. If it is being read, as when its key is removed, that goes on for its slots alone. Does nothing for a
+        queue. If it is being read, as when its key is removed, that continues for its slots alone. Does nothing for a
         fill that was settled before.
 
         Args:
