@@ -136,7 +136,7 @@ class Audit:
     def check_jobs(self) -> None:
         """After a flush: the jobs without a completion are those that run."""
         running = {
-            (job.session.id, job_id) for job in self._service.jobs.running if not job.answered for job_id in job.ids
+            (job.session.id, job_id) for job in self._service.jobs.running if not job.hangs for job_id in job.ids
         }
         if running != self.unfinished:
             lost, unknown = self.unfinished - running, running - self.unfinished
