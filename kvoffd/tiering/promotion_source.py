@@ -426,8 +426,8 @@ class PromotionSource:
 
     def settle(self, fill: Fill, reason: int) -> None:
         """Count the key once for all lookups that asked for it, have none wait for it any more, and take it out of its
-        queue. If it is being read, as when its key is removed, that continues for its slots alone. Does nothing for a
-        fill that was settled before.
+        queue. If it is being read, as when its key is removed, the end of the read frees its slots and changes nothing
+        else. Does nothing for a fill that was settled before.
 
         Args:
             reason: CAME or IN_A_TIER, which count as found, or a ``MissReason``.

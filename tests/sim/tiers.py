@@ -76,7 +76,7 @@ class SimTiers(TierSupervisor):
 
     def open(self, service: Service) -> None:
         """Open the disk."""
-        self._disks.append(entry := Disk(DiskSize("/", 1), CounterWindows(self._clock)))
+        self.disks.append(entry := Disk(DiskSize("/", 1), CounterWindows(self._clock)))
         self._opened(entry, self.disk.open(self.tiering, service), self.tiering)
         self.tiering.disks[0].reads.speed = BentSpeed(self._clock)
         self.disk.check_dropped(self.disk.blocks())
