@@ -199,12 +199,12 @@ class Cache:
         If it ``is_success``, count the loaded keys and tokens, once all ranks have loaded them. A lease's tokens are
         those of its largest group: with a sliding window, fewer blocks stand for as many tokens.
         """
-        if is_success and self.life.tiers is not None and (keys := self.life.tiers.loaded(tickets)) is not None:
-            self.prompts.loaded(tickets[0].lease, keys)
         for ticket in tickets:
-            self.life.unpin(ticket.blocks)
             if is_success and ticket.blocks.size:
+                if self.life.tiers is not None:
+                    self.prompts.loaded(ticket, self.life.tiers.loaded(ticket))
                 _count_load(ticket)
+            self.life.unpin(ticket.blocks)
         if tickets and ends_lease and (lease := tickets[0].lease).active:
             lease.ranks_done.add(tickets[0].rank)
             if len(lease.ranks_done) == lease.namespace.world_size:

@@ -75,9 +75,8 @@ class TierHooks(Protocol):
         """The lease ended: promotions for it alone can stop. What has come up for it gets its place in the order of
         eviction."""
 
-    def loaded(self, tickets: Sequence[LoadTicket]) -> LoadedKeys | None:
-        """All loads of one job succeeded. Return the sources of its keys, of the group with the most tokens; None if
-        all were in the pool."""
+    def loaded(self, ticket: LoadTicket) -> LoadedKeys | None:
+        """A load succeeded. Return the sources of its keys; None if all were in the pool."""
 
     def used(self, blocks: BlockIds) -> None:
         """A lookup found these blocks READY."""

@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from kvoffd.cache.namespace import UNKNOWN_TOKENS
+
 MAX_UNCOUNTED_BYTES, LOAD_BYTES = 4 << 20, 512
 """Limit of the memory of loads that wait for their prompt's report, and what each takes besides a byte for each key,
 about. Beyond the limit the oldest is forgotten: its tokens count as the pool's."""
@@ -28,7 +30,7 @@ POOL = Source("pool", "pool")
 
 
 class LoadedKeys(NamedTuple):
-    """Keys of one group that a load read, some of which came up from a tier and were not loaded before.
+    """Keys of one group that a load read. Some may have come up from a tier, and were not loaded before.
 
     Attributes:
         tokens_per_key: 0 if unknown.
@@ -39,6 +41,10 @@ class LoadedKeys(NamedTuple):
     tokens_per_key: int
     numbers: bytes
     sources: Mapping[int, Source]
+
+    def tokens(self) -> int:
+        """Return the tokens for which its keys count among groups."""
+        return len(self.numbers) * (self.tokens_per_key or UNKNOWN_TOKENS)
 
 
 class PromptTokens(NamedTuple):
@@ -78,23 +84,34 @@ class PromptTokens(NamedTuple):
 
 
 class UncountedLoads:
-    """Sources of loads whose prompts were not reported yet, the oldest first."""
+    """Sources of loads whose prompts were not reported yet, those of the oldest prompt first. The load of a long prompt
+    is divided into several, as no message has all of its keys."""
 
     def __init__(self) -> None:
-        self._by_lease: dict[tuple[int, int], LoadedKeys] = {}
+        self._by_lease: dict[tuple[int, int], dict[tuple[int, bytes], LoadedKeys]] = {}
+        """Loads under each lease by group and first key, in the order in which they ended."""
         self._nbytes = 0
 
-    def add(self, session: int, lease_id: int, keys: LoadedKeys) -> None:
-        """Add a load under a lease, unless one was added: all ranks load the same keys."""
-        if (session, lease_id) in self._by_lease:
+    def add(self, session: int, lease_id: int, first: tuple[int, bytes], keys: LoadedKeys) -> None:
+        """Add a load under a lease, unless it was added: all ranks load the same keys. ``first``: the group's index,
+        and the first key."""
+        loads = self._by_lease.setdefault((session, lease_id), {})
+        if first in loads:
             return
-        self._by_lease[session, lease_id] = keys
+        loads[first] = keys
         self._nbytes += LOAD_BYTES + len(keys.numbers)
         while self._nbytes > MAX_UNCOUNTED_BYTES:
             self.take(*next(iter(self._by_lease)))
 
     def take(self, session: int, lease_id: int) -> LoadedKeys | None:
-        """Remove a load; None if the pool had all its keys, or if it is unknown."""
-        if (keys := self._by_lease.pop((session, lease_id), None)) is not None:
-            self._nbytes -= LOAD_BYTES + len(keys.numbers)
-        return keys
+        """Remove the loads under a lease. Returns the keys of the group with the most tokens; None if the pool had all
+        of them, or if the lease is unknown."""
+        loads = self._by_lease.pop((session, lease_id), {})
+        of_groups: dict[int, LoadedKeys] = {}
+        for (group, _), (tokens_per_key, numbers, sources) in loads.items():
+            self._nbytes -= LOAD_BYTES + len(numbers)
+            if (before := of_groups.get(group)) is not None:
+                numbers, sources = before.numbers + numbers, {**before.sources, **sources}
+            of_groups[group] = LoadedKeys(tokens_per_key, numbers, sources)
+        most = max(of_groups.values(), key=LoadedKeys.tokens, default=None)
+        return most if most is not None and any(most.numbers) else None

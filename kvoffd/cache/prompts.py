@@ -16,7 +16,7 @@ from kvoffd.cache.curve import HitRatioCurve
 from kvoffd.cache.namespace import Group, Namespace
 from kvoffd.cache.policy import Chain
 from kvoffd.cache.prompt_tokens import LoadedKeys, PromptTokens, UncountedLoads
-from kvoffd.cache.tickets import Lease
+from kvoffd.cache.tickets import Lease, LoadTicket
 
 MAX_UNREPORTED = 8
 """Lookups that may wait for ``report``; one more reports the oldest."""
@@ -122,9 +122,12 @@ class Prompts:
             self.curve.stored(group, keys)
         self._computing.offered(group, keys)
 
-    def loaded(self, lease: Lease, keys: LoadedKeys) -> None:
-        """Record the sources of what was loaded under a lease, for ``count_tokens``."""
-        self._uncounted_loads.add(lease.session, lease.lease_id, keys)
+    def loaded(self, ticket: LoadTicket, keys: LoadedKeys | None) -> None:
+        """Record the sources of a load's keys, for ``count_tokens``. None: all were in the pool."""
+        lease, group = ticket.lease, ticket.group
+        if keys is None:
+            keys = LoadedKeys(group.tokens, bytes(len(ticket.blocks)), {})
+        self._uncounted_loads.add(lease.session, lease.lease_id, (group.index, ticket.first_key), keys)
 
     def count(self, session: int, lease_id: int, outcome: PromptUse) -> Sequence[AskedKeys]:
         """Count the keys of a prompt whose engine reports what it did with it. Counted ones are not counted again.

@@ -222,6 +222,6 @@ def _load(cache: Cache, namespace: Namespace, keys: bytes, below: SimulatedTiers
     if not keys:
         return None
     ticket = cache.begin_load(namespace, 0, LEASE, 0, keys)
-    loaded = below.loaded([ticket])
+    loaded = below.loaded(ticket)
     cache.end_load([ticket])
     return loaded

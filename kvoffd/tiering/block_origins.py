@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
 from kvoffd.cache.block_table import BlockIds
@@ -46,19 +44,16 @@ class BlockOrigins:
         for number in numbers[numbers > 0].tolist():
             self._sources[number - 1].unused_blocks += 1
 
-    def loaded(self, tickets: Sequence[LoadTicket]) -> LoadedKeys | None:
+    def loaded(self, ticket: LoadTicket) -> LoadedKeys | None:
         """See ``TierHooks``."""
-        if not (self._sources and tickets):
+        if not self._sources:
             return None
-        of_most_tokens = max(tickets, key=lambda ticket: len(ticket.blocks) * ticket.group.weight)
-        numbers = self._source_of[of_most_tokens.blocks]
-        for ticket in tickets:
-            self._source_of[ticket.blocks] = 0
+        numbers, self._source_of[ticket.blocks] = self._source_of[ticket.blocks], 0
         if not numbers.any():
             return None
         found = np.unique(numbers[numbers > 0]).tolist()
         sources = {number: _as_counted(self._sources[number - 1]) for number in found}
-        return LoadedKeys(of_most_tokens.group.tokens, numbers.tobytes(), sources)
+        return LoadedKeys(ticket.group.tokens, numbers.tobytes(), sources)
 
 
 def _as_counted(source: PromotionSource) -> Source:

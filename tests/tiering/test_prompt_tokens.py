@@ -90,6 +90,21 @@ def test_tokens_are_counted_by_the_place_from_which_their_keys_came(rig: Rig, sp
     assert space.counters.prompt_tokens.total() == 92 + 80
 
 
+@pytest.mark.parametrize("cut", range(1, 5))
+def test_a_load_that_is_too_large_for_one_message_is_counted_whole(rig: Rig, space: Namespace, cut: int) -> None:
+    """Its parts are loads of their own under one lease, of which a part may be in the pool as a whole."""
+    put_below(rig, space)
+    keys = keys_of(1, 2, 3, 4, 5)
+    rig.bring(space, keys)
+    rig.cache.lookup(space, 1, 1, [(0, keys)], again=True)
+    for part in (keys[: 8 * cut], keys[8 * cut :]):
+        for rank in range(space.world_size):
+            ticket = rig.cache.begin_load(space, rank, 1, 0, part)
+            rig.cache.end_load([ticket], is_success=True, ends_lease=part[-8:] == keys[-8:])
+    expected = {"computed": 1, "pool": 32, "disk": 16, REDIS: 16, PEER: 16}
+    assert rig.count(space, 1, 81, 0, 80, 0) == expected
+
+
 def test_what_was_not_loaded_stays_where_it_came_from(rig: Rig, space: Namespace) -> None:
     """As that of a failed load, or of one that nobody reports."""
     put_below(rig, space)
@@ -129,9 +144,9 @@ def test_the_first_load_imports_no_module() -> None:
 
 
 def test_loads_without_a_report_are_forgotten() -> None:
-    uncounted, keys = UncountedLoads(), LoadedKeys(1, bytes(2**20 - LOAD_BYTES), {0: POOL})
+    uncounted, keys = UncountedLoads(), LoadedKeys(1, b"\1" * (2**20 - LOAD_BYTES), {1: POOL})
     for number in range(1, 6):
-        uncounted.add(1, number, keys)
+        uncounted.add(1, number, (0, b"key"), keys)
     assert uncounted.take(1, 1) is None
     assert [uncounted.take(1, number) for number in range(2, 6)] == [keys] * 4
     assert (uncounted._nbytes, uncounted._by_lease) == (0, {})
