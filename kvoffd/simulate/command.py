@@ -57,7 +57,7 @@ class Size(NamedTuple):
         return self._replace(pool=f"{self.pool} (now)").text if self.is_now else self.text
 
 
-class PoolReplay(NamedTuple):
+class Row(NamedTuple):
     size: Size
     replayed: Replayed
     possible: float
@@ -163,7 +163,7 @@ def _replay_one(given: argparse.Namespace, trace: RequestTrace, policies: Sequen
         for disk in _disks(given, trace, size.disk_blocks, block_bytes):
             for policy, hints in product(policies, (False, True) if trace.hints else (False,)):
                 _show_progress(f"replaying: {policy}, {size.label}")
-                results.append(PoolReplay(size, replay(trace, policy, size.blocks, disk, hints=hints), possible))
+                results.append(Row(size, replay(trace, policy, size.blocks, disk, hints=hints), possible))
     return json.dumps(_as_json(trace, results)) if given.json else _as_table(trace, results, block_bytes)
 
 
@@ -318,7 +318,7 @@ def _bytes_of(option: str, text: str) -> int:
         raise ValueError(f"{option}: {error}.") from None
 
 
-def _as_json(trace: RequestTrace, results: Sequence[PoolReplay]) -> dict[str, object]:
+def _as_json(trace: RequestTrace, results: Sequence[Row]) -> dict[str, object]:
     rows = []
     for size, one, possible in results:
         percents = {"hit": one.hit_percent, "written": one.percent(one.written), "optimum": possible}
@@ -331,7 +331,7 @@ def _as_json(trace: RequestTrace, results: Sequence[PoolReplay]) -> dict[str, ob
     return {"trace": trace.name, "accesses": trace.accesses, "results": rows}
 
 
-def _as_table(trace: RequestTrace, results: Sequence[PoolReplay], block_bytes: int) -> str:
+def _as_table(trace: RequestTrace, results: Sequence[Row], block_bytes: int) -> str:
     facts = [f"{trace.tokens_per_block} tokens"] if trace.tokens_per_block else []
     facts += [format_size(block_bytes)] if block_bytes else []
     of_block = f" of {' and '.join(facts)}" if facts else ""
@@ -356,7 +356,7 @@ def _as_table(trace: RequestTrace, results: Sequence[PoolReplay], block_bytes: i
     return "\n".join([*lines, *_conclusion(results)])
 
 
-def _conclusion(results: Sequence[PoolReplay]) -> list[str]:
+def _conclusion(results: Sequence[Row]) -> list[str]:
     """Conclude which policy to choose: at the daemon's own size, and where the policies differ most."""
     rankings = [
         sorted(of_size, key=lambda one: -one.hits)
@@ -364,7 +364,7 @@ def _conclusion(results: Sequence[PoolReplay]) -> list[str]:
     ]
     """Results by size and disk, the best policy first."""
 
-    def spread(ranking: Sequence[PoolReplay]) -> float:
+    def spread(ranking: Sequence[Row]) -> float:
         return ranking[0].hits - ranking[-1].hits
 
     widest = max(rankings, key=spread)
