@@ -42,10 +42,11 @@ from kvoffd.tiers.store import Credentials, open_store
 from kvoffd.transfer.engine import CopyEngine, Transfer
 from kvoffd.transfer.plan import CopyEnd, Direction
 from kvoffd_client.namespace import NamespaceSpec
-from kvoffd_client.worker_client import GroupTransfer, Job, Size, submit_of
+from kvoffd_client.worker_client import Job, Size, submit_of
 from kvoffd_proto import admin as a
 from kvoffd_proto import codec
 from kvoffd_proto import messages as m
+from kvoffd_proto.messages import GroupTransfer
 from kvoffd_proto.stats import Stats
 from tests.bench.report_file import in_child, markdown_table, print_report, run_facts
 from tests.bench.scale import KEY_BYTES, keys_of

@@ -12,10 +12,11 @@ import pytest
 
 from kvoffd.cache import branch_points
 from kvoffd.cache.branch_points import HALVED_EVERY_S, BranchPoints
+from kvoffd_client import SharedMemory
 from kvoffd_client.cli import main
 from tests.kit.daemon import DaemonProcess
 from tests.kit.waiting import wait_until
-from tests.kit.wire import PAGE_BYTES, SharedMemory, WireClient
+from tests.kit.wire import PAGE_BYTES, WireClient
 
 BLOCK = 16
 

@@ -7,7 +7,8 @@ import os
 from kvoffd.cache.block_table import FOUND
 from kvoffd.cache.computing import BITS, MOST_S, Computing
 from kvoffd.cache.namespace import MissReason
-from tests.cache.test_curve import KEY_BYTES, group_of
+from kvoffd.simulate.trace import KEY_BYTES
+from tests.cache.test_curve import group_of
 
 COUNT = 8000
 

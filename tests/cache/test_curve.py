@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from random import Random
 
@@ -27,7 +28,7 @@ NOTHING: BlockIds = np.empty(0, np.uint32)
 @pytest.fixture(autouse=True)
 def seed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same hashes each time: of 32 keys two may share a place, one of which then counts as stored."""
-    monkeypatch.setattr(curve.os, "urandom", lambda size: bytes(range(size)))
+    monkeypatch.setattr(os, "urandom", lambda size: bytes(range(size)))
 
 
 def chain_of(*keys: int) -> bytes:

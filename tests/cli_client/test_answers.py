@@ -12,9 +12,10 @@ from msgspec import structs
 from rich.console import Console
 
 from kvoffd_client.cli import actions, main
-from kvoffd_client.cli.show import engine_table, engines_of
+from kvoffd_client.cli.show import engine_table
 from kvoffd_client.cli.stats import day_sentence, print_stats, tier_details
 from kvoffd_proto.admin import NamespacesReply, SessionInfo
+from kvoffd_proto.engines import engines_of
 from kvoffd_proto.messages import Role
 from kvoffd_proto.stats import DaemonStats, NamespaceStats, SharedStats, Window
 

@@ -439,9 +439,9 @@ def test_what_was_saved_in_money() -> None:
     assert report_of(facts(stats)).verdict[1].endswith(" At this rate it saves 8.0 GPU hours a day.")
     assert report_of(facts(stats), gpu_hour=3.5).verdict[1].endswith(" 8.0 GPU hours a day, worth 28.00 a day.")
     early = facts(stats | {"uptime_seconds": 3599.0, "last_day": structs.replace(total, seconds=3599.0)})
-    early = report_of(early, gpu_hour=3.5)
-    assert " of prefill, worth " in early.verdict[1]
-    assert early.verdict[1].endswith(" so far. A figure for a day takes an hour: the daemon is up for 59 min 59 s.")
+    verdict = report_of(early, gpu_hour=3.5).verdict[1]
+    assert " of prefill, worth " in verdict
+    assert verdict.endswith(" so far. A figure for a day takes an hour: the daemon is up for 59 min 59 s.")
 
 
 def test_a_pool_with_free_space_crowds_nobody() -> None:

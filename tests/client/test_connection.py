@@ -26,12 +26,12 @@ from kvoffd_client import (
     scheduler_client,
 )
 from kvoffd_client.transport import BUSY_WAIT_S, CLOSE_S, LONG_YIELD_S, SocketTransport
-from kvoffd_client.worker_client import GroupTransfer
 from kvoffd_proto import messages as m
 from kvoffd_proto.codec import encode
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.events import AllBlocksCleared, BlockRemoved, EventBatch, KvEvent, kv_topic
 from kvoffd_proto.lifeline import MemoryReleased, encode_frame
+from kvoffd_proto.messages import GroupTransfer
 from tests.kit.daemon import DaemonProcess
 from tests.kit.fake_daemon import FakeDaemon
 from tests.kit.open_files import open_files
@@ -96,6 +96,7 @@ def test_garbage_replies_end_the_connection_and_a_new_one_works(fake: FakeDaemon
     ended: list[m.AnyRequest] = []
 
     def garbage_once(request: m.AnyRequest, _: object) -> bytes | m.AnyReply:
+        assert isinstance(request, m.Lookup)
         ended.append(request)
         if len(ended) == 1:
             return b"\xc1garbage"

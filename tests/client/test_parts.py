@@ -46,7 +46,7 @@ def test_memory_is_resident_in_huge_pages_if_possible(monkeypatch: pytest.Monkey
                 raise OSError(errno.EINVAL, "Invalid argument")
             super().madvise(option)
 
-    monkeypatch.setattr(memory_module.mmap, "mmap", Mapping)
+    monkeypatch.setattr(mmap, "mmap", Mapping)
     with SharedMemory(50 * 4096 + 1) as memory:
         assert os.fstat(memory.fd).st_blocks * 512 >= 51 * 4096
     assert advised == [mmap.MADV_HUGEPAGE, memory_module.MADV_POPULATE_WRITE]
@@ -82,7 +82,7 @@ def test_memory_that_the_kernel_refuses_closes_its_descriptor_once(monkeypatch: 
         close(fd)
 
     monkeypatch.setattr(memory_module, "_make_resident", refuse)
-    monkeypatch.setattr(memory_module.os, "close", spy)
+    monkeypatch.setattr(os, "close", spy)
     with pytest.raises(OSError, match="no memory"):
         SharedMemory(4096)
     gc.collect()

@@ -31,7 +31,6 @@ from kvoffd_client.worker_client import (
     DARK_PATIENCE_S,
     JOB_PATIENCE_S,
     SUBMIT_BYTES,
-    GroupTransfer,
     Job,
     Size,
     submit_of,
@@ -40,7 +39,8 @@ from kvoffd_proto import codec, lifeline
 from kvoffd_proto import messages as m
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.events import session_topic
-from kvoffd_proto.messages import PROTOCOL_VERSION, PageRef, TensorLayout
+from kvoffd_proto.messages import PROTOCOL_VERSION, GroupTransfer, PageRef, TensorLayout
+from tests.kit.fake_daemon import RequestT
 from tests.kit.submitted import jobs_in
 
 SPEC = NamespaceSpec.named("paper", groups=[m.GroupSpec("full_attention", 8)])
@@ -108,7 +108,7 @@ class PaperLink:
         self.is_open = False
         self.drains += drain
 
-    def last(self, kind: type[m.Request]) -> m.Request:
+    def last(self, kind: type[RequestT]) -> RequestT:
         return next(message for message in reversed(self.sent) if isinstance(message, kind))
 
     def count(self, kind: type[m.Request]) -> int:

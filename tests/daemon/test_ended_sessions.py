@@ -11,7 +11,7 @@ import time
 
 from kvoffd_client.testing import FakeEngine
 from tests.kit.daemon import DaemonProcess
-from tests.kit.waiting import wait_until
+from tests.kit.waiting import LONGER_THAN_A_TEST_S, wait_until
 from tests.kit.wire import WireClient, attach_frame, books
 
 ENGINE = """
@@ -73,13 +73,12 @@ def test_ended_sessions_with_much_unread_at_both_ends() -> None:
 
 def test_ended_sessions_memory_keeps_no_other_waiting() -> None:
     """The kernel takes long to unmap much memory; others' requests are answered before it has."""
-    slow_s = 20.0
-    with DaemonProcess(releases_slowly_s=slow_s) as daemon:
+    with DaemonProcess(releases_slowly_s=LONGER_THAN_A_TEST_S) as daemon:
         with FakeEngine(daemon.directory), WireClient(daemon.directory) as client:
             fd = os.memfd_create("attached", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             client.attach(fd)
             os.close(fd)
-        wait_until(lambda: books(daemon.directory).sessions == 0, slow_s)
+        wait_until(lambda: books(daemon.directory).sessions == 0)
 
 
 def test_unregister_is_answered_when_the_memory_is_released() -> None:

@@ -8,14 +8,14 @@ import socket
 
 import pytest
 
-from kvoffd_client import AdminClient, ErrorCode
+from kvoffd_client import AdminClient, ErrorCode, SharedMemory
 from kvoffd_client.cli import main
 from kvoffd_client.testing import FakeEngine
 from tests.kit.checked import CheckedEngine
 from tests.kit.daemon import DaemonProcess
 from tests.kit.ports import free_port, http_get
 from tests.kit.waiting import wait_until
-from tests.kit.wire import SharedMemory, WireClient, books, keys, request_streams
+from tests.kit.wire import WireClient, books, keys, request_streams
 
 BLOCKS = 192
 """Of 64 KiB: as many as a pool of 12 MiB holds."""

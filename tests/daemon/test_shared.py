@@ -427,7 +427,8 @@ def test_engines_that_want_one_block_at_once_have_it_read_once(
         if kind == "disk":
             flags = {"disk": f"{tmp_path}=64MiB", "disk_write": "always"}
         else:
-            server = stack.enter_context(RedisServer() if kind == "redis" else S3Server())
+            server: RedisServer | S3Server = RedisServer() if kind == "redis" else S3Server()
+            stack.enter_context(server)
             flags = {"shared": server.url, "shared_write": "always", "shared_ask_deadline": "2s"}
         daemon = stack.enter_context(DaemonProcess("16MiB", **flags))
         ranks = [stack.enter_context(FakeEngine(daemon.directory, "mla", blocks=2 * BLOCKS)) for _ in range(4)]

@@ -9,7 +9,7 @@ import threading
 from abc import abstractmethod
 from typing import Self
 
-from kvoffd_client.session import Closing
+from kvoffd_client.session import Closing as Closing
 
 
 class Starting(Closing):

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from kvoffd_client import AdminClient, KvoffdClientError
+from kvoffd_proto.admin import SessionInfo
 
 from . import fork_servers, runner_v2
 from .closing import Starting
@@ -286,7 +287,7 @@ def wait_connected(
         registered = sum(session.registrations for session in sessions if session.role == "worker")
         return registered >= workers and any(session.role == "scheduler" for session in sessions)
 
-    sessions: list[object] = []
+    sessions: list[SessionInfo] = []
     wait_until(connected, deadline_s, explain=lambda: sessions, interval_s=0.02)
 
 

@@ -28,9 +28,9 @@ from kvoffd_client import NamespaceSpec, Registration, WorkerClient
 from kvoffd_client.cuda_export import export_segments
 from kvoffd_client.lifeline_stream import LifelineStream
 from kvoffd_client.ordered_sender import Event, OrderedSender
-from kvoffd_client.worker_client import GroupTransfer, Job
+from kvoffd_client.worker_client import Job
 from kvoffd_proto import cuda
-from kvoffd_proto.messages import PageRef, TensorLayout
+from kvoffd_proto.messages import GroupTransfer, PageRef, TensorLayout
 from tests.kit.cuda_calls import load, map_chunks
 
 CHUNK = 2 << 20

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Self
+from typing import Self, TypeVar
 
 import zmq
 
@@ -30,6 +30,7 @@ from .waiting import DEADLINE_S
 LIMITS = m.Limits(1 << 20, 65536, 1024, 1000, 1000, 1 << 20, 4, 64)
 Answer = m.AnyReply | bytes | None
 """A reply, raw bytes to send instead of one, or silence."""
+RequestT = TypeVar("RequestT", bound=m.AnyRequest)
 
 
 class Peer:
@@ -156,8 +157,8 @@ class FakeDaemon(Starting):
 
         self.do(step)
 
-    def seen(self, kind: type) -> list[m.AnyRequest]:
-        return [one for one in self.requests if type(one) is kind]
+    def seen(self, kind: type[RequestT]) -> list[RequestT]:
+        return [one for one in self.requests if isinstance(one, kind)]
 
     def seen_jobs(self, *, loads: bool) -> list[Job]:
         """The loads, or the stores, that came."""

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from kvoffd_client import AdminClient
+from kvoffd_proto.stats import DaemonStats, DiskStats, SharedStats
 
 from .engine import wait_books, wait_stored
 from .waiting import wait_until
@@ -25,20 +26,23 @@ class Generates(Protocol):
     def forget(self) -> None: ...
 
 
+def tiers_of(stats: DaemonStats) -> list[DiskStats | SharedStats]:
+    return [*stats.disks, *stats.shared]
+
+
 def wait_serving(directory: Path) -> None:
     """Until the daemon's disks and stores serve."""
     with AdminClient(directory) as admin:
 
         def serve() -> bool:
-            stats = admin.stats()
-            return all(one.up for one in (*stats.disks, *stats.shared))
+            return all(one.up for one in tiers_of(admin.stats()))
 
         wait_until(serve)
 
 
 def written_blocks(found: Books) -> int:
     """How many blocks were written to each disk and store, to that which has fewest."""
-    return min(int(one.written_blocks) for one in (*found.said.disks, *found.said.shared))
+    return min(one.written_blocks for one in tiers_of(found.said))
 
 
 def fill_tiers(directory: Path, engine: Generates, prompts: Sequence[list[int]], blocks: int) -> None:
@@ -48,8 +52,7 @@ def fill_tiers(directory: Path, engine: Generates, prompts: Sequence[list[int]],
     """
 
     def no_write_waits(found: Books) -> bool:
-        tiers = (*found.said.disks, *found.said.shared)
-        return not any(one.queued_writes for one in tiers)
+        return not any(one.queued_writes for one in tiers_of(found.said))
 
     found = None
     for _ in range(MAX_USES):

@@ -118,20 +118,21 @@ def die_slowly(library: str) -> None:
 
 def release_slowly(seconds: float) -> None:
     """Have the kernel take so long to close and to unmap engines' memory, as it may for much of it."""
-    from kvoffd.system import mappings
+    from kvoffd.system.mappings import HostMapping
 
-    close, munmap = os.close, mappings._munmap
+    close, unmap = os.close, HostMapping.close
 
     def slow_close(fd: int) -> None:
         if "memfd:attached" in os.readlink(f"/proc/self/fd/{fd}"):
             time.sleep(seconds)
         close(fd)
 
-    def slow_munmap(address: int, nbytes: int) -> int:
-        time.sleep(seconds)
-        return munmap(address, nbytes)
+    def slow_unmap(mapping: HostMapping) -> None:
+        if not mapping.closed:
+            time.sleep(seconds)
+        unmap(mapping)
 
-    os.close, mappings._munmap = slow_close, slow_munmap
+    os.close, HostMapping.close = slow_close, slow_unmap  # type: ignore[method-assign]
 
 
 def write_lines_at_once() -> None:
@@ -178,7 +179,7 @@ def run_forked(arguments: list[str], options: dict[str, Any], environ: dict[str,
     except SystemExit as end:
         sys.stdout.flush()
         # As Python's own end: what a thread or a library's exit handler keeps from ending must show.
-        threading._shutdown()
+        threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
         ctypes.CDLL(None).exit(int(end.code or 0))
     return 0

@@ -299,12 +299,12 @@ def check_invariants(cache: Cache) -> None:
     assert cache.order.retained_bytes == sum(cache.life.group_of(head).block_bytes for head in kept)
     retentions = [*cache.order._retentions.values()]
     of_namespaces, of_sessions = Counter[Namespace](), Counter[int]()
-    for one in retentions:
-        assert one.nbytes == sum(
-            cache.life.group_of(head).block_bytes for head in kept if cache.order._hint_of[head] == one.number
+    for retention in retentions:
+        assert retention.nbytes == sum(
+            cache.life.group_of(head).block_bytes for head in kept if cache.order._hint_of[head] == retention.number
         )
-        of_namespaces[one.wish.namespace] += one.nbytes
-        of_sessions[one.wish.session] += one.nbytes
+        of_namespaces[retention.wish.namespace] += retention.nbytes
+        of_sessions[retention.wish.session] += retention.nbytes
     assert all(namespace.retained_bytes == of_namespaces[namespace] for namespace in cache.namespaces.values())
     assert cache.order._retained_bytes_of == of_sessions
     assert retentions == sorted(

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvoffd_client.worker_client import GroupTransfer, Job
+from kvoffd_client.worker_client import Job
 from kvoffd_proto import messages as m
+from kvoffd_proto.messages import GroupTransfer
 
 KEY_BYTES = 32
 

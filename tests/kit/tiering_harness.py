@@ -165,8 +165,8 @@ class TieringHarness(CacheRig):
 
     def in_tier(self, namespace: Namespace, keys: bytes) -> int:
         tag, tiers = self.group(namespace).tag, [source.tier for source in self.tiering.disks]
-        fakes = [tier for tier in tiers if isinstance(tier, FakeTier)]
-        return sum(any((tag, key) in tier.blocks for tier in fakes) for key in namespace.split(0, keys))
+        held = [tier.blocks for tier in tiers if isinstance(tier, FakeTier)]
+        return sum(any((tag, key) in blocks for blocks in held) for key in namespace.split(0, keys))
 
     def group(self, namespace: Namespace, group: int = 0) -> BlockGroup:
         return block_group_of(namespace.group(group))

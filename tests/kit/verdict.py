@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvoffd_client.cli.verify import MAX_NOISE_NATS, TIE_NATS, OutputDifference, difference
+from kvoffd_client.cli.verify import MAX_NOISE_NATS, OutputDifference, difference
+from kvoffd_client.cli.verify import TIE_NATS as TIE_NATS
 
 
 def compare(computed: Any, own: Any, given: Any, nats: float = TIE_NATS) -> tuple[bool, OutputDifference]:

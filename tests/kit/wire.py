@@ -25,7 +25,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple, ParamSpec
+from typing import Any, NamedTuple, ParamSpec, TypeAlias
 
 import msgspec
 import zmq
@@ -33,16 +33,14 @@ from msgspec import structs
 
 from kvoffd_client import AdminClient, SchedulerClient, SharedMemory
 from kvoffd_client.session import Closing
-from kvoffd_client.worker_client import GroupTransfer, Job, submit_of
+from kvoffd_client.worker_client import Job, submit_of
 from kvoffd_proto import admin as a
 from kvoffd_proto import codec, events, lifeline
 from kvoffd_proto import messages as m
 from kvoffd_proto import stats as s
-from kvoffd_proto.messages import CudaIpcHandle
+from kvoffd_proto.errors import ErrorCode
+from kvoffd_proto.messages import CudaIpcHandle, GroupTransfer
 from kvoffd_proto.messages import Handle as Handle
-from kvoffd_proto.messages import MemfdHandle as Segment
-from kvoffd_proto.messages import PageRef as Page
-from kvoffd_proto.messages import TensorLayout as Tensor
 from kvoffd_proto.paths import SocketPaths
 from kvoffd_proto.stats import DiskStats as DiskStats
 from kvoffd_proto.stats import NamespaceStats as NamespaceStats
@@ -51,6 +49,9 @@ from kvoffd_proto.stats import SharedStats as SharedStats
 from .waiting import wait_until
 
 P = ParamSpec("P")
+Segment: TypeAlias = m.MemfdHandle
+Page: TypeAlias = m.PageRef
+Tensor: TypeAlias = m.TensorLayout
 
 TIMEOUT_S = 30.0
 """Long enough for a machine that gives a process no CPU for a while."""
@@ -518,6 +519,7 @@ class WireClient(_Sockets):
                 assert isinstance(reply, m.Error), reply
                 self._receive()  # the answer to the Results
                 raise _refused(reply)
+            assert isinstance(reply, m.ResultsReply), reply
             results[:] = [_result(one) for batch in reply.batches for one in batch.results if one.job_id in wanted]
             return len(results) >= len(wanted)
 
@@ -623,7 +625,7 @@ def request_streams(directory: Path) -> list[Path]:
     return [paths.jobs, paths.events]
 
 
-def _word(code: m.ErrorCode) -> str:
+def _word(code: ErrorCode) -> str:
     return code.name.lower()
 
 

@@ -12,8 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvoffd_client import AdminClient, NamespaceSpec
 from kvoffd_client.testing import FakeEngine
-from kvoffd_client.worker_client import GroupTransfer
-from kvoffd_proto.messages import GroupKeys, GroupSpec, Outcome, PromptReport
+from kvoffd_proto.messages import GroupKeys, GroupSpec, GroupTransfer, Outcome, PromptReport
 from tests.kit.command import run_cli
 from tests.kit.daemon import DaemonProcess
 from tests.kit.ports import free_port, http_get
@@ -48,7 +47,7 @@ class Counts(NamedTuple):
 
     def check(self, shown: dict[str, Any]) -> None:
         found = sum(shown["found_keys"].values())
-        assert self == (shown["lookups"], found, shown["loaded_keys"], shown["not_needed_keys"], shown["misses"])
+        assert tuple(self) == (shown["lookups"], found, shown["loaded_keys"], shown["not_needed_keys"], shown["misses"])
         assert (shown["asked_keys"], shown["asked_tokens"]) == (self.asked, TOKENS * self.asked)
         assert (shown["loaded_tokens"], shown["loaded_bytes"]) == (TOKENS * self.loaded, BLOCK_BYTES * self.loaded)
         assert abs(shown["saved_seconds"] - TOKENS * self.loaded / 1000.0) < 1e-9

@@ -17,12 +17,12 @@ from typing import Any
 import pytest
 
 from kvoffd.observe.metrics import all_metrics
-from kvoffd.server import health
 from kvoffd.server.tier_supervisor import HARMLESS_ERRORS
 from kvoffd_client import NamespaceSpec
 from kvoffd_client.testing import FakeEngine
 from kvoffd_proto import findings as f
 from kvoffd_proto.messages import GroupSpec
+from kvoffd_proto.stats import LATE_SHARE, MIN_LATE
 from kvoffd_proto.verdict import MIN_LOOKUPS, PAYS_PERCENT
 from tests.kit.daemon import DaemonProcess
 from tests.kit.ports import free_ports
@@ -180,7 +180,7 @@ def test_dashboard_and_alerts_name_metrics_that_there_are() -> None:
 def test_alerts_have_the_figures_of_doctor_and_of_health() -> None:
     expressions = dict(re.findall(r"- alert: (\w+)\n +expr: (.*?)\n +(?:for|labels):", RULES.read_text(), re.DOTALL))
     for name, figures in {
-        "KvoffdLateLookups": {health.LATE_SHARE, health.MIN_LATE},
+        "KvoffdLateLookups": {LATE_SHARE, MIN_LATE},
         "KvoffdNeverPaysOff": {PAYS_PERCENT / 100, MIN_LOOKUPS},
         "KvoffdThrashing": {f.THRASH_SHARE, 0},
         "KvoffdErrors": {f.ERROR_SHARE, f.MIN_ERRORS},

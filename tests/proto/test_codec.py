@@ -14,6 +14,7 @@ from msgspec import Struct
 from kvoffd_proto import codec, lifeline
 from kvoffd_proto import messages as m
 from kvoffd_proto.codec import CODEC_ERRORS, decode_completions, decode_reply, decode_request, encode, request_id_of
+from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.events import EventBatch, decode_event_batch
 from tests.kit.amount import TIMES
 from tests.kit.cases import case
@@ -43,7 +44,7 @@ def test_hello_and_error_are_read_by_all_releases() -> None:
     """So that two of different protocols can say so: these bytes stay what they are."""
     hello = decode_request(b"\x96\xa5hello\x07\x04\xa6worker\xa1n\xa1s")
     assert hello == m.Hello(7, 4, m.Role.WORKER, "n", "s")
-    assert encode(m.Error(7, m.ErrorCode.BAD_VERSION, "why")) == b"\x94\xa5error\x07%c\xa3why" % m.ErrorCode.BAD_VERSION
+    assert encode(m.Error(7, ErrorCode.BAD_VERSION, "why")) == b"\x94\xa5error\x07%c\xa3why" % ErrorCode.BAD_VERSION
 
 
 def wire(*parts: object) -> bytes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import threading
+import time
 import zlib
 from base64 import b64encode
 from collections.abc import Callable, Iterator
@@ -434,7 +435,7 @@ def test_a_policy_is_written_now_and_then_and_at_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     clock = Clock()
-    monkeypatch.setattr(persistence.time, "monotonic", clock)
+    monkeypatch.setattr(time, "monotonic", clock)
     saved, file = policy_file(tmp_path), tmp_path / "kvoffd.policy"
     saved.tick()
     clock.now += persistence.POLICY_EVERY_S

@@ -37,11 +37,12 @@ from kvoffd.server.tier_supervisor import TierSupervisor
 from kvoffd.system.mappings import HostMapping
 from kvoffd.transfer.engine import CopyEngine, EngineMemory, OnMapped, Transfer
 from kvoffd.transfer.plan import CopyEnd, Direction, build_layouts
-from kvoffd_client.worker_client import GroupTransfer, Job, submit_of
+from kvoffd_client.worker_client import Job, submit_of
 from kvoffd_proto import codec
 from kvoffd_proto import messages as m
 from kvoffd_proto.admin import Clear, ListPrompts, PromptsListed
 from kvoffd_proto.errors import ErrorCode
+from kvoffd_proto.messages import GroupTransfer
 from kvoffd_proto.stats import Stats, StatsReply
 from tests.kit.cases import case
 from tests.kit.slot_cache import CacheRig, keys_of
@@ -541,9 +542,9 @@ def checks(keys: int, block_ids: Sequence[int], first_block: int, blocks_per_key
     tensors = [m.TensorLayout(0, 0, 1024, 16), m.TensorLayout(0, 0, 4096, 4)]
     pages = [m.PageRef(0, 1024)] if blocks_per_key > 1 else [m.PageRef(0, 1024), m.PageRef(1, 1024)]
     layouts = build_layouts([(ADDRESS, 16384)], tensors, [pages], blocks_per_key)
-    counts = [struct.pack("<I", number) for number in (keys, len(block_ids), first_block)]
+    key_counts, id_counts, first_blocks = (struct.pack("<I", number) for number in (keys, len(block_ids), first_block))
     names = b"".join([KEY[:-1] + bytes([number]) for number in range(keys)])
-    group = m.GroupBlocks(0, *counts, names, np.array(block_ids, "<i4").tobytes())
+    group = m.GroupBlocks(0, key_counts, id_counts, first_blocks, names, np.array(block_ids, "<i4").tobytes())
     batch = m.Stores([1], [group]) if storing else m.Loads([1], [1], [False], [group])
     checked_parts(SimpleNamespace(namespace=namespace, layouts=layouts), batch, storing=storing)  # type: ignore[arg-type]
 
@@ -574,8 +575,8 @@ def test_block_ids_must_fit_the_keys_and_the_shortest_tensor() -> None:
 
 
 def test_each_job_of_a_message_has_its_own_keys_and_blocks() -> None:
-    columns = [struct.pack("<3I", *column) for column in ((2, 0, 1), (4, 0, 1), (0, 0, 1))]
-    group = m.GroupBlocks(0, *columns, KEY * 3, bytes(4 * 5))
+    keys, ids, first_blocks = (struct.pack("<3I", *column) for column in ((2, 0, 1), (4, 0, 1), (0, 0, 1)))
+    group = m.GroupBlocks(0, keys, ids, first_blocks, KEY * 3, bytes(4 * 5))
     spans = group.spans(3, len(KEY), 2, store=True)
     assert spans == [m.JobSpan(0, 0, 2, 0, 4, 0), m.JobSpan(2, 2, 3, 4, 5, 1)]
 

@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -341,7 +342,7 @@ def test_a_daemon_that_is_to_stop_touches_no_more_of_its_pool(monkeypatch: pytes
 
 def test_how_far_the_start_is(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, told = iter((0.0, 5.0, 45.0, 60.0, 62.0, 64.0)), list[str]()
-    monkeypatch.setattr(pool_opening.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
     progress = pool_opening.StartProgress(64 << 30, Notifier({}), told.append)
     assert progress.text == "starting"
     for done_gib in (8, 34, 64, 1, 32):

@@ -5,11 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from kvoffd_client.worker_client import GroupTransfer, Job, submit_of
+from kvoffd_client.worker_client import Job, submit_of
 from kvoffd_proto import admin as a
 from kvoffd_proto import codec, lifeline
 from kvoffd_proto import messages as m
-from kvoffd_proto.messages import PROTOCOL_VERSION, CudaIpcHandle, Handle, MemfdHandle, PageRef, TensorLayout
+from kvoffd_proto.messages import (
+    PROTOCOL_VERSION,
+    CudaIpcHandle,
+    GroupTransfer,
+    Handle,
+    MemfdHandle,
+    PageRef,
+    TensorLayout,
+)
 from tests.sim.clock import Broken, Process
 from tests.sim.memory import Segment
 from tests.sim.network import Dealer

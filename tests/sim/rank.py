@@ -10,8 +10,8 @@ import numpy as np
 
 from kvoffd_client import WorkerClient
 from kvoffd_client.session import Phase
-from kvoffd_client.worker_client import GroupTransfer, Job
-from kvoffd_proto.messages import JobResult
+from kvoffd_client.worker_client import Job
+from kvoffd_proto.messages import GroupTransfer, JobResult
 from tests.sim.client import SimTransport
 from tests.sim.clock import Broken, Process
 from tests.sim.memory import WorkerMemory

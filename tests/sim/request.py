@@ -7,8 +7,8 @@ from math import inf
 from typing import TYPE_CHECKING
 
 from kvoffd_client import LookupFuture
-from kvoffd_client.worker_client import GroupTransfer
 from kvoffd_proto import messages as m
+from kvoffd_proto.messages import GroupTransfer
 from tests.sim.clock import Broken
 from tests.sim.rank import Place, Rank, ids
 

@@ -18,7 +18,6 @@ from kvoffd.server.tier_supervisor import Disk, TierSupervisor, make_tiering
 from kvoffd.tiering import WriteMode
 from kvoffd.tiering.read_speed import ReadSpeed
 from kvoffd.tiering.tiering import Tiering
-from kvoffd.tiers.shared import SharedTier
 from kvoffd_proto import admin as a
 from kvoffd_proto import messages as m
 from tests.sim.clock import Broken
@@ -27,6 +26,7 @@ from tests.sim.pool import BlockName
 
 if TYPE_CHECKING:
     from tests.sim.audit import Readable
+    from tests.sim.shared import SimShared
 
 
 class BentSpeed(ReadSpeed):
@@ -54,6 +54,7 @@ def followed_of(state: State) -> dict[bytes, int]:
 
 class SimTiers(TierSupervisor):
     tiering: Tiering
+    shared: list[SimShared]  # type: ignore[assignment]
 
     def __init__(
         self,
@@ -81,7 +82,7 @@ class SimTiers(TierSupervisor):
         self.tiering.disks[0].reads.speed = BentSpeed(self._clock)
         self.disk.check_dropped(self.disk.blocks())
 
-    def share_one(self, tier: SharedTier) -> None:
+    def share_one(self, tier: SimShared) -> None:
         self.shared.append(tier)
         self.tiering.add_store(tier, self._settings(WriteMode(self._config.shared_write)))
         self.tiering.sources[-1].reads.speed = BentSpeed(self._clock)

@@ -372,11 +372,11 @@ class World:
         size, choice = self.pool_bytes, self._limits_rng.choice
         quota_bytes = choice((None, None, size // 2, size // 3, size // 8, 4096))
         name = choice(self.contents).spec.fingerprint
-        self._have_operator_ask([lambda *ids: a.SetQuota(*ids, name, quota_bytes)])
+        self._have_operator_ask([lambda number: a.SetQuota(number, name, quota_bytes)])
 
     def _clear(self) -> None:
         which = self._rng.choice([None, self.contents[0].spec.fingerprint])
-        self._have_operator_ask([s.Stats, a.Health, a.Sessions, a.Namespaces, lambda *ids: a.Clear(*ids, which)])
+        self._have_operator_ask([s.Stats, a.Health, a.Sessions, a.Namespaces, lambda number: a.Clear(number, which)])
 
     def _have_operator_ask(self, requests: Sequence[Callable[[int], m.AnyRequest]]) -> None:
         transport = self._operator_transport

@@ -25,6 +25,7 @@ from kvoffd.pool.slot_table import MAX_KEY_BYTES, RECORD_BYTES
 from kvoffd.system import native as native_module
 from kvoffd.system import structures as system_structures
 from kvoffd.system.native import Native, NotCompiled, declared
+from kvoffd.system.structures import VERSION
 from kvoffd.tiers.disk_map import _Index
 from kvoffd.transfer.cuda.engine import _GpuCopying
 from kvoffd_proto.messages import MAX_WORLD_SIZE
@@ -119,7 +120,7 @@ def test_a_constant_is_the_same_in_c_and_in_python(path: str) -> None:
 
 
 def test_a_library_of_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native_module, "VERSION", native_module.VERSION + 1)
+    monkeypatch.setattr(native_module, "VERSION", VERSION + 1)
     with pytest.raises(NotCompiled, match=r"has version [0-9a-f]{8} instead of [0-9a-f]{8}.*make venv"):
         Native()
 

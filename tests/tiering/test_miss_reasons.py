@@ -26,7 +26,7 @@ class Rig(TieringHarness):
 
     def __init__(self) -> None:
         super().__init__(settings=QUIET)
-        self.store, self.space = self.share(QUIET), self.open()
+        self.shared, self.space = self.share(QUIET), self.open()
 
     def ask(self, lease: int, *, again: bool = False, keys: bytes = KEYS) -> None:
         self.cache.lookup(self.space, 1, lease, [(0, keys)], again=again, reported=True)
@@ -112,7 +112,7 @@ def test_what_a_store_does_is_the_reason(
 ) -> None:
     rig.ask(1)
     if happens is not None:
-        happens(rig, rig.store)
+        happens(rig, rig.shared)
     assert rig.count(1, **outcome) == [reason] * 3
 
 
@@ -131,17 +131,17 @@ def test_what_comes_too_late_is_late_and_what_is_behind_it_in_the_pool_is_not(
 
 def test_what_a_store_has_behind_a_read_that_failed_is_behind_a_gap(rig: Rig) -> None:
     rig.ask(1)
-    all_there(rig, rig.store)
+    all_there(rig, rig.shared)
     rig.ask(2, again=True)
     rig.tiering.pump()
-    rig.store.end(next(iter(rig.store.jobs)), fault=Result.FAILED)
+    rig.shared.end(next(iter(rig.shared.jobs)), fault=Result.FAILED)
     assert rig.count(1) == [MissReason.TIER_FAILED, MissReason.AFTER_GAP, MissReason.AFTER_GAP]
 
 
 def test_a_later_lookup_of_the_prompt_may_have_found_more(rig: Rig) -> None:
     """As in a second store, which is asked once the first one has answered."""
     rig.ask(1)
-    rig.store.answer()
+    rig.shared.answer()
     assert rig.count(1, coming=[2], not_awaited=MissReason.TIER_LATE) == [
         MissReason.TIER_LATE,
         MissReason.TIER_LATE,
@@ -155,27 +155,27 @@ def test_a_tier_that_is_down_is_the_reason_of_what_is_not_there(rig: Rig, report
     """Of what was evicted too: it may be in the tier."""
     rig.cache.blocks.record_misses(rig.space.group(0), keys_of(1), MissReason.EVICTED)
     rig.cache.blocks.record_misses(rig.space.group(0), keys_of(2), MissReason.CORRUPT)
-    tier = rig.store if shared else rig.tier
+    tier = rig.shared if shared else rig.tier
     tier.hangs = True
     expected = [MissReason.TIER_DOWN, MissReason.CORRUPT, MissReason.TIER_DOWN]
     if reported:
         rig.ask(1)
-        rig.store.answer()
+        rig.shared.answer()
         assert rig.cache.prompts.uncounted._by_lease[1, 1][0].down == (tier.name,)
         assert rig.count(1) == expected
         rig.ask(2)
-        rig.store.answer()
+        rig.shared.answer()
         computing = [MissReason.COMPUTING, MissReason.CORRUPT, MissReason.COMPUTING]
         assert rig.count(2) == computing, "the first prompt computes them, whatever the store has"
     else:
         rig.states(rig.space, KEYS)
-        rig.store.answer()
+        rig.shared.answer()
         assert +rig.space.counters.misses == {MissReason.TIER_DOWN: 2, MissReason.CORRUPT: 1}
 
 
 def test_a_place_that_has_no_peer_is_no_tier_that_is_down(rig: Rig) -> None:
     """Of a peers' network it has no name, and a prompt that names no peer has none either."""
-    rig.store.only_named, rig.store.name, rig.store.hangs = True, "", True
+    rig.shared.only_named, rig.shared.name, rig.shared.hangs = True, "", True
     rig.ask(1)
     assert rig.cache.prompts.uncounted._by_lease[1, 1][0].down == ()
     assert rig.count(1) == [MissReason.UNKNOWN] * 3
@@ -183,10 +183,10 @@ def test_a_place_that_has_no_peer_is_no_tier_that_is_down(rig: Rig) -> None:
 
 def test_a_store_that_has_answered_since_is_not_down(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     """The question before this prompt's had failed."""
-    monkeypatch.setattr(rig.store, "is_down", lambda: True)
+    monkeypatch.setattr(rig.shared, "is_down", lambda: True)
     rig.ask(1)
-    monkeypatch.setattr(rig.store, "is_down", lambda: False)
-    rig.store.answer()
+    monkeypatch.setattr(rig.shared, "is_down", lambda: False)
+    rig.shared.answer()
     assert rig.cache.prompts.uncounted._by_lease[1, 1][0].down == ()
     assert rig.count(1) == [MissReason.UNKNOWN] * 3
 
@@ -195,9 +195,9 @@ def test_a_store_that_has_answered_since_is_not_down(rig: Rig, monkeypatch: pyte
 def test_what_another_prompt_computes_is_known_where_a_store_is_asked_first(rig: Rig, apart: bool) -> None:
     rig.ask(1)
     if apart:
-        rig.store.answer()
+        rig.shared.answer()
     rig.ask(2)
-    rig.store.answer()
+    rig.shared.answer()
     assert rig.count(2) == [MissReason.COMPUTING] * 3
     assert rig.count(1) == [MissReason.UNKNOWN] * 3
 

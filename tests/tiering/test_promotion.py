@@ -767,8 +767,8 @@ def test_where_no_prompt_fits_each_is_waited_for_as_long(rig: TieringHarness) ->
 
 def test_invalidated_keys_leave_a_long_queue_at_once(rig: TieringHarness) -> None:
     """Last first: each is found without a search."""
-    rig = TieringHarness(settings=QUIET, regions=4096)
-    space, count = rig.open(), 8192
+    rig = TieringHarness(settings=QUIET, regions=1024)
+    space, count = rig.open(), 2048
     rig.put_in_tier(space, keys_of(*range(count)))
     look_up(rig, space, 1, keys_of(*range(count)))
     queued = next(iter(rig.source._queues)).fills

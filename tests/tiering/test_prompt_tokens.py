@@ -28,7 +28,7 @@ class Rig(TieringHarness):
 
     def __init__(self) -> None:
         super().__init__(settings=QUIET)
-        self.store, self.peer = self.share(QUIET), self.share(QUIET, PEER)
+        self.shared, self.peer = self.share(QUIET), self.share(QUIET, PEER)
         self.lease = 0
 
     def bring(self, space: Namespace, keys: bytes) -> None:
@@ -36,10 +36,10 @@ class Rig(TieringHarness):
         for _ in range(5):
             if self.states(space, keys) == [READY] * (len(keys) // 8):
                 break
-            for tier in (self.store, self.peer):
+            for tier in (self.shared, self.peer):
                 tier.answer()
             self.tiering.pump()
-            for tier in (self.tier, self.store, self.peer):
+            for tier in (self.tier, self.shared, self.peer):
                 tier.end_all()
         assert self.states(space, keys) == [READY] * (len(keys) // 8)
         self.stop_waiting()
@@ -71,7 +71,7 @@ def put_below(rig: Rig, space: Namespace) -> None:
     """Blocks 1 and 2 in the pool, 3 on the disk, 4 in the store, 5 at the peer."""
     rig.put_in_tier(space, keys_of(3))
     rig.put(space, keys_of(1, 2))
-    give(rig, rig.store, space, 4, first=0)
+    give(rig, rig.shared, space, 4, first=0)
     give(rig, rig.peer, space, 5, first=0)
 
 

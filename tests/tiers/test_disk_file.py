@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from kvoffd.pool.allocator import PAGE_BYTES
+from kvoffd.tiers import DISK_NAME
 from kvoffd.tiers.disk_file import (
-    DISK_NAME,
     INDEX_NAME,
     RECORD,
     DiskError,

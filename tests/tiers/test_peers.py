@@ -557,7 +557,7 @@ def test_kills_of_either_helper_at_any_time_cost_no_byte_and_leave_nothing(
         thread.start()
         time.sleep(rng.choice((0.0, 0.002, 0.02, 0.1)) * rng.random())
         victim = rng.choice(("lender", "reader"))
-        os.kill({"lender": lender, "reader": reader}[victim].helper.pid, signal.SIGKILL)
+        os.kill({"lender": lender.helper, "reader": reader.helper}[victim].pid, signal.SIGKILL)
         counts[victim] += 1
         began = time.monotonic()
         thread.join()

@@ -917,6 +917,7 @@ def test_all_connections_leave_a_replica_once_its_name_does(monkeypatch: pytest.
         reader.connect()
         assert reader.touch([second], later) == [True]
         assert new.objects == 1
+        assert isinstance(reader, Redis)
         place = reader._connection._socket
         reader.connect()
         assert reader._connection._socket is place, "it is not opened anew for each exchange"

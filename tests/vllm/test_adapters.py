@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from hashlib import sha256
@@ -177,7 +178,7 @@ def test_an_adapter_that_was_read_ahead_long_ago_is_read_again_before_a_load(
 ) -> None:
     """vLLM reads its files, which may be others by now: blocks of the former ones must not be loaded for it."""
     now = Clock()
-    monkeypatch.setattr(adapters.time, "monotonic", now)
+    monkeypatch.setattr(time, "monotonic", now)
     path = write_lora_adapter(tmp_path / "one", seed=1)
     worker = AdapterWorker()
     worker.adapters.read_ahead([lora_request(path)])

@@ -696,7 +696,7 @@ def test_an_unknown_hint_does_not_hide_others_and_is_said_once(
 ) -> None:
     said: list[str] = []
     monkeypatch.setattr("kvoffd_client.vllm.hints._logged", set())
-    monkeypatch.setattr(hints_module.logger, "warning", lambda text, *args: said.append(text % args))
+    monkeypatch.setattr("kvoffd_client.vllm.hints.logger.warning", lambda text, *args: said.append(text % args))
     for _ in range(3):
         assert hinted(harness, envelope(action("kv.pin", {}), RETAIN)) == 1
     assert len(harness.client.hints) == 2 * 3

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 from kvoffd_client import LookupFuture
 from kvoffd_client.scheduler_client import StoredKeys
-from kvoffd_client.worker_client import GroupTransfer, Job
+from kvoffd_client.worker_client import Job
 from kvoffd_proto.events import KvEvent
-from kvoffd_proto.messages import PENDING, READY, SHARED, GroupKeys, HintAction, JobResult, PromptReport
+from kvoffd_proto.messages import PENDING, READY, SHARED, GroupKeys, GroupTransfer, HintAction, JobResult, PromptReport
 from tests.kit.clock import Clock
 
 KEY_BYTES = 32

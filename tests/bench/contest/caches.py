@@ -27,6 +27,7 @@ from tests.bench.report_file import ROOT
 from tests.kit.closing import Starting
 from tests.kit.daemon import DaemonProcess
 from tests.kit.engine import connector_config, wait_connected
+from tests.kit.filled_tiers import tiers_of
 from tests.kit.ports import free_ports
 from tests.kit.waiting import wait_until
 
@@ -173,7 +174,7 @@ class Kvoffd(Cache):
                 nonlocal looks
                 stats = admin.stats()
                 queued = stats.store.running_jobs + stats.store.queued_jobs
-                queued += sum(one.queued_writes for one in (*stats.disks, *stats.shared))
+                queued += sum(one.queued_writes for one in tiers_of(stats))
                 looks = 0 if queued else looks + 1
                 return looks >= LOOKS
 

@@ -18,8 +18,7 @@ from kvoffd_client import AdminClient, NamespaceSpec, SchedulerClient, WorkerCli
 from kvoffd_client.cuda_export import export_segments
 from kvoffd_client.memory import Registration
 from kvoffd_client.session import ClientOptions, Closing
-from kvoffd_client.worker_client import GroupTransfer
-from kvoffd_proto.messages import GroupKeys, PageRef, TensorLayout
+from kvoffd_proto.messages import GroupKeys, GroupTransfer, PageRef, TensorLayout
 from kvoffd_proto.units import format_size
 from tests.bench.gpu.driver import BenchDriver
 from tests.kit.waiting import wait_until

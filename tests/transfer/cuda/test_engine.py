@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import random
 import threading
@@ -43,9 +44,7 @@ class Machine:
         stub.start()
         self.driver = stub.driver()
         self.memory = PoolMemory.create(POOL, "test")
-        self.pool = np.ctypeslib.as_array(
-            (np.ctypeslib.ctypes.c_uint8 * POOL).from_address(self.memory.mapping.address)
-        )
+        self.pool = np.ctypeslib.as_array((ctypes.c_uint8 * POOL).from_address(self.memory.mapping.address))
         self.pins = PinnedPool(self.driver, self.memory.mapping.address, POOL, STEP_BYTES)
         self.first_chunk = -self.memory.mapping.address % STEP_BYTES
         """Where the pool's first whole chunk begins."""
