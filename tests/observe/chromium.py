@@ -16,6 +16,11 @@ PROGRAM = shutil.which("chromium")
 _OPTIONS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--remote-debugging-pipe")
 
 
+def inner_text(element: str) -> str:
+    """The JavaScript expression of the text that an element shows; empty if there is none of this id."""
+    return f"(document.getElementById({element!r})?.innerText ?? '')"
+
+
 class Chromium:
     """One page of a browser, of ``WIDTH`` x ``HEIGHT`` pixels."""
 
@@ -70,7 +75,7 @@ class Chromium:
         return found["result"].get("value")
 
     def text(self, element: str) -> str:
-        return str(self.value(f"document.getElementById({element!r})?.innerText ?? ''"))
+        return str(self.value(inner_text(element)))
 
     def dark(self, on: bool) -> None:
         scheme = {"name": "prefers-color-scheme", "value": "dark" if on else "light"}

@@ -16,7 +16,7 @@ from tests.kit.daemon import DaemonProcess
 from tests.kit.ports import free_port
 from tests.kit.require import require
 from tests.kit.waiting import wait_until
-from tests.observe.chromium import PROGRAM, Chromium
+from tests.observe.chromium import PROGRAM, Chromium, inner_text
 
 EVIL = '<img src=x onerror="document.title=`hit`">'
 
@@ -96,10 +96,12 @@ def test_the_page_shows_what_was_done_and_is_honest_when_the_daemon_is_away(brow
         assert "number 5" in rows(browser, "prompts")[0][7], "after the next numbers too"
         # A finding's command is there to copy.
         finding = {"level": "info", "check": "c", "text": EVIL, "fix": "curl x; then y", "command": "curl x"}
-        browser.value(f"findings({{...latest, findings: [{json.dumps(finding)}]}})")
-        browser.value("document.querySelector('#findings button').click()")
-        assert browser.value("String(getSelection())").strip() == "curl x"
-        assert browser.text("findings").startswith(f"info c {EVIL}")
+        given_one = f"findings({{...latest, findings: [{json.dumps(finding)}]}})"
+        clicked = "document.querySelector('#findings button').click()"
+        # In one call: between two the page may have got the next numbers, which have no finding.
+        seen = browser.value(f"{given_one}, {clicked}, [String(getSelection()), {inner_text('findings')}]")
+        assert seen[0].strip() == "curl x"
+        assert seen[1].startswith(f"info c {EVIL}")
         # Another tab begins with the same graphs: they are the daemon's.
         graph = "document.querySelector('#tokens-graph path:last-of-type').getAttribute('d').length"
         wait_until(lambda: browser.value("latest.steps.length") > 1)
@@ -122,8 +124,7 @@ def test_the_page_shows_what_was_done_and_is_honest_when_the_daemon_is_away(brow
         assert colours[0] != colours[1]
         sentence = "Not paying off: of it."
         changed = f"{{...latest, stats: {{...latest.stats, paying_off: false, verdict: {sentence!r}}}}}"
-        browser.value(f"show({changed})")
-        assert browser.text("level") == "ok, not paying off"
+        assert browser.value(f"show({changed}), {inner_text('level')}") == "ok, not paying off"
         daemon.stop()
         wait_until(lambda: browser.text("level") == "away")
         assert browser.text("away").startswith("The daemon does not answer (")
