@@ -175,7 +175,7 @@ class Phase(Enum):
     HANDSHAKE = auto()
     """The session, its namespace and its registration are being opened."""
     OPEN = auto()
-    """All of these are open. The client is ``ready`` while the daemon answers; what needs no answer is sent anyway."""
+    """All of these are open. The client is ``ready`` while the daemon answers; releases, for one, are sent anyway."""
     DRAINING = auto()
     """The connection has ended, but the daemon may still access the client's memory."""
     CLOSED = auto()

@@ -436,6 +436,21 @@ def test_adapters_that_no_worker_reports_delay_no_others_where_steps_are_long(mo
     engine.close()
 
 
+def test_an_adapter_that_no_worker_reports_does_not_wait_for_ever_behind_new_ones(model: Path, tmp_path: Path) -> None:
+    """In every step there are more of those than it may read."""
+    engine = AdapterEngine(model, tmp_path)
+    engine.silent = {1}
+    silent, numbers = engine.add_one(1), iter(range(2, 100))
+    for _ in range(14):
+        for _ in range(2):
+            engine.add_one(next(numbers))
+        engine.step()
+        engine.answer()
+        engine.clock.now += ASK_AGAIN_S
+    assert silent.is_finished()
+    engine.close()
+
+
 def test_a_prompt_keeps_what_was_reported_of_an_adapter_that_the_workers_have_dropped(
     model: Path, tmp_path: Path
 ) -> None:

@@ -1397,6 +1397,14 @@ def test_a_job_that_fails_in_one_worker_after_the_other_is_counted_once(harness:
     assert harness.client.invalidated == [GroupKeys(0, block_hash(number)) for number in (1, 2)]
 
 
+def test_many_jobs_that_fail_in_one_worker_after_the_other_are_counted_once(harness: ManagerHarness) -> None:
+    """As those of an engine whose daemon ends."""
+    failed = dict.fromkeys(range(4096), FailedJob(ErrorCode.SESSION_ENDED, [GroupKeys(0, block_hash(1))]))
+    for _ in range(2):
+        harness.manager.handle_news(WorkerNews(failed_jobs=failed))
+    assert harness.counted()[FAILED_STORES] == len(failed)
+
+
 def test_what_a_preempted_request_looks_up_again_is_counted_again(harness: ManagerHarness) -> None:
     harness.request(ready=set())
     assert report_of(harness).lease_id == harness.client.asked[0][0].lease_id

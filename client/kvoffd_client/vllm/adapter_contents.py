@@ -102,9 +102,10 @@ class AdapterContents:
         return self._clock() - own.last_asked_at >= ASK_AGAIN_S
 
     def _ask(self, own: RequestAdapter, adapter: LoRARequest) -> None:
-        """Ask the workers for a request's adapter, if it is its turn: first come those that were never asked for."""
+        """Ask the workers for a request's adapter, if it is its turn: first come those that were never asked for, but
+        not for longer than ANSWER_PATIENCE_S, as there may be new ones in every step."""
         now, is_first = self._clock(), own.asked_at is None
-        if not is_first and (self._had_unasked or now - own.last_asked_at < ASK_AGAIN_S):
+        if not is_first and now - own.last_asked_at < (ANSWER_PATIENCE_S if self._had_unasked else ASK_AGAIN_S):
             return
         if not self.may_check(adapter):
             self._has_unasked |= is_first

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from itertools import count
 from typing import TYPE_CHECKING
@@ -47,8 +46,8 @@ if TYPE_CHECKING:
 
 BLOCKS_UNUSABLE = frozenset({ErrorCode.NOT_READY, ErrorCode.COPY_FAILED, ErrorCode.CHECKSUM})
 """Errors after which the blocks are unusable. After other errors they are still valid."""
-FAILED_REMEMBERED = 256
-"""Failed jobs that are remembered, as they may fail in further workers a few steps later."""
+FAILED_REMEMBERED = 16_384
+"""Failed jobs that are remembered: they may fail in further workers a few steps later, thousands if a daemon ends."""
 
 
 class KvoffdManager(OffloadingManager):
@@ -91,8 +90,8 @@ class KvoffdManager(OffloadingManager):
         self._deadline_s, self._disk_wait_s, self._do_no_harm = deadline_s, disk_wait_s, do_no_harm
         self._hints_option, self._sleep = hints, sleep
         self._numbers = count()
-        self._failed_jobs: deque[int] = deque(maxlen=FAILED_REMEMBERED)
-        """Ids of jobs that have failed in some worker."""
+        self._failed_jobs: dict[int, None] = {}
+        """Ids of jobs that have failed in some worker, oldest first."""
         self._load_times: dict[str, tuple[int, float]] = {}
         """Tokens and seconds of loads, by request: of the slowest worker in which each has ended. The others follow."""
         self._counters = metrics.Counters()
@@ -218,7 +217,9 @@ class KvoffdManager(OffloadingManager):
                 self._load_times[request_id] = max(load, self._load_times.get(request_id, load))
         for job_id, job in news.failed_jobs.items():
             self._job_failed(job, is_first=job_id not in self._failed_jobs)
-            self._failed_jobs.append(job_id)
+            self._failed_jobs[job_id] = None
+        while len(self._failed_jobs) > FAILED_REMEMBERED:
+            del self._failed_jobs[next(iter(self._failed_jobs))]
         if news.memory:
             generation = self.namespace.generation
             current = {rank: memory for rank, memory in news.memory.items() if memory.generation == generation}
