@@ -282,12 +282,13 @@ def _with_disks(given: argparse.Namespace, size: Size, block_bytes: int) -> list
         times = part.removesuffix("x")
         if part.endswith("x") and times.isdecimal() and int(times):
             found[int(times) * size.blocks] = part
-        elif not block_bytes:
+            continue
+        disk_bytes = _bytes_of("--disk", part)
+        if not block_bytes:
             raise ValueError(f"--disk {part}: the trace does not give the bytes of a block; give --block-size.")
-        elif (disk_blocks := _bytes_of("--disk", part) // block_bytes) < 1:
+        if disk_bytes < block_bytes:
             raise ValueError(f"A disk of {part} does not hold one block of {format_size(block_bytes)}.")
-        else:
-            found[disk_blocks] = part
+        found[disk_bytes // block_bytes] = part
     return [size._replace(disk_blocks=disk_blocks, disk=text) for disk_blocks, text in found.items()]
 
 

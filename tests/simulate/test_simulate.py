@@ -287,6 +287,7 @@ def test_what_is_wrong_is_said_in_a_sentence(tmp_path: Path, capfd: pytest.Captu
         ("--blocks 2 --disk 1GiB", "give --block-size"),
         ("--blocks 2 --disk 1MiB --block-size 2MiB", "does not hold one block"),
         ("--blocks 2 --disk , --block-size 2MiB", "--disk: '' is not a size"),
+        ("--blocks 2 --disk 4x,", "--disk: '' is not a size"),
         ("--blocks 2 --disk 4x --disk-write reuse", "choose from auto, always, never"),
         ("--blocks 2 --disk-write auto", "--disk-write needs a disk; give --disk too"),
         ("--blocks 2 --disk-write-per-day 1GiB", "--disk-write-per-day needs a disk; give --disk too"),
