@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
+
 from kvoffd.cache.block_life import BlockLife
 from kvoffd.cache.block_table import NO_BLOCKS, READY
 from kvoffd.cache.hooks import TierHooks
@@ -34,6 +36,8 @@ class Prefetches:
             lease = Lease(NO_LEASE, NO_SESSION, namespace, self._clock() + self._ttl_s, NO_BLOCKS)
             self._groups[lease] = groups
             self._ask(tiers, lease, states)
+            if ready and lease in self._groups:
+                self._make_ready_newest(namespace, groups)
         return ready
 
     def tick(self) -> None:
@@ -47,6 +51,14 @@ class Prefetches:
                 left -= 1
                 self._groups[lease] = self._groups.pop(lease)
                 self._ask(tiers, lease, self._states_of(lease.namespace, groups))
+
+    def _make_ready_newest(self, namespace: Namespace, groups: Sequence[tuple[int, bytes]]) -> None:
+        """Move READY blocks to the end of the order of eviction, the tail first, as a lookup does: what comes up is to
+        follow them there."""
+        for index, keys in groups:
+            states, blocks = self._life.blocks.find(namespace.groups[index], keys)
+            ready = blocks[np.frombuffer(states, np.uint8) == READY]
+            self._life.order.make_newest(np.array([*dict.fromkeys(ready[::-1].tolist())], np.uint32))
 
     def _states_of(self, namespace: Namespace, groups: Sequence[tuple[int, bytes]]) -> list[bytes]:
         return [self._life.blocks.find(namespace.groups[index], keys)[0] for index, keys in groups]

@@ -9,7 +9,7 @@ import numpy as np
 
 from kvoffd.cache.namespace import UNKNOWN_TOKENS
 
-MAX_UNCOUNTED_BYTES, LOAD_BYTES = 4 << 20, 512
+MAX_UNCOUNTED_BYTES, LOAD_BYTES = 4 << 20, 896
 """Limit of the memory of loads that wait for their prompt's report, and what each takes besides a byte for each key,
 about. Beyond the limit the oldest is forgotten: its tokens count as the pool's."""
 

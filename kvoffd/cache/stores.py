@@ -201,7 +201,7 @@ class BlockStores:
         if len(absent) * size < len(keys):
             keys = select_keys(keys, absent, size)
         runs, limit_score = self._runs_of(group, ticket.part, keys, absent)
-        limit_prompt, outscored = ANY_PROMPT, list[int]()
+        limit_prompt, newest, may_evict = ANY_PROMPT, int(prompts.max()), True
         # Every admitted block gets space if tiers are written, because only blocks in the pool are written to them.
         takes_all = self._life.tiers is not None and self._life.tiers.are_written
         while runs:
@@ -225,12 +225,11 @@ class BlockStores:
                     runs += sorted(by_prompt, key=lambda run: (int(prompts[run[0]]), -run[0]))
                     continue
                 limit_score, limit_prompt = below, oldest
-            (outscored if limit_score < inf else ticket.no_space).extend(absent[begin:end])
-        # What only its score kept out is rejected: blocks could be evicted for it but for their scores.
-        if outscored and self._space.victims.are_evictable(int(prompts.max())):
-            ticket.rejected += outscored
-        else:
-            ticket.no_space += outscored
+            # What only its score kept out is rejected: others could be evicted for it, which a later run may take.
+            is_limited = limit_score < inf
+            if is_limited and may_evict:  # once there are none, there are none for the rest
+                may_evict = self._space.victims.are_evictable(newest)
+            (ticket.rejected if is_limited and may_evict else ticket.no_space).extend(absent[begin:end])
 
     def _runs_of(
         self, group: Group, part: StorePart, keys: bytes, absent: Sequence[int]

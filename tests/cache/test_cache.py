@@ -327,6 +327,22 @@ def test_rejected_keys_of_several_prompts_are_named_in_order_and_are_those_that_
     assert reasons == bytes([MissReason.REJECTED]) * 3
 
 
+def test_a_key_whose_score_is_too_low_is_rejected_though_a_later_one_takes_the_last_block(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rig = CacheRig(4, 4)
+    namespace = rig.open("a")
+    for number in range(4):
+        rig.store(namespace, keys_of(number))
+    rig.cache.blocks.pin(rig.blocks(namespace, keys_of(1, 2, 3)))
+    every = rig.policy.first
+    monkeypatch.setattr(rig.policy, "first", lambda count, below=inf: every(count if below > 2.0 else 0))
+    monkeypatch.setattr(rig.policy, "admit", lambda group, keys, starts: Admission([(1, 1.0), (1, 3.0)], 2.0))
+    monkeypatch.setattr(rig.policy, "rejected", lambda group, keys: None)
+    (stored,) = rig.begin(namespace, 0, 0, keys_of(8, 9))
+    assert (stored.copy, stored.rejected, stored.no_space) == ([1], [0], [])
+
+
 def test_where_nothing_may_go_two_prompts_of_a_store_look_for_space(monkeypatch: pytest.MonkeyPatch) -> None:
     """The oldest for all of them, then the newest, which may evict all that others may."""
     rig, begins = full_rig(32, 8), range(100, 500, 100)

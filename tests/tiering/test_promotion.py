@@ -811,6 +811,24 @@ def test_a_prefetch_of_a_slow_store_keeps_no_space_from_a_prompt() -> None:
     assert look_up(rig, space, 1, keys_of(*range(100, 110))) == bytes([READY] * 10)
 
 
+@pytest.mark.parametrize("policy", POLICY_NAMES)
+def test_what_a_prefetch_brings_up_behind_an_old_root_is_not_evicted_next(policy: str) -> None:
+    rig = TieringHarness(settings=QUIET, regions=4, policy=policy)
+    space, keys = rig.open(), keys_of(*range(4))
+    rig.put_in_tier(space, keys_of(2, 3))
+    rig.put(space, keys_of(0, 1))
+    rig.put(space, keys_of(*range(50, 60)))
+    rig.cache.hint(space, HintAction.PREFETCH, [(0, keys + keys)])
+    while rig.source.unended_blocks:
+        rig.bring_up()
+    rig.cache.tick()
+    assert not rig.cache._prefetches._groups
+    for key in range(100, 108):  # six more than are free
+        rig.put(space, keys_of(key))
+    assert len(rig.blocks(space, keys)) == 4
+    rig.check()
+
+
 def test_many_requests_without_space_keep_none_that_fits_waiting() -> None:
     """Only so many wait; the others fail at once, some in each tick."""
     rig = TieringHarness(settings=QUIET, regions=8)
