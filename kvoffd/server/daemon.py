@@ -422,7 +422,7 @@ class Daemon:
         if self._page_mapper is not None:
             await self._page_mapper
         if self.copy_stuck:
-            logger.warning("A copy, a disk or a GPU does not end; the pool stays mapped until the process exits.")
+            logger.warning("A copy, a tier or a GPU does not end; the pool stays mapped until the process exits.")
         else:
             self._pool.close()
 

@@ -22,7 +22,7 @@ import zmq
 from kvoffd.system.threads import TaskThread
 from kvoffd.tiers.generations import checked
 from kvoffd.tiers.peer_messages import FOLLOW, Follow, curve_keys, decode_raised, peer_socket
-from kvoffd.tiers.peer_names import PeerName, is_own, resolve
+from kvoffd.tiers.peer_names import PeerName, resolve
 from kvoffd.tiers.store import StoreError
 from kvoffd.tiers.tier import PEER
 
@@ -101,8 +101,7 @@ class PeerCaller:
     """
 
     def __init__(self, names: Sequence[PeerName], listen: str, secret: bytes) -> None:
-        self._names, self._keys = names, curve_keys(secret)
-        self._is_own = partial(is_own, listen=listen)
+        self._names, self._listen, self._keys = names, listen, curve_keys(secret)
         self._closed = threading.Event()
         self._thread = TaskThread("kvoffd-calls")
 
@@ -132,7 +131,7 @@ class PeerCaller:
             for name in self._names:
                 if self._closed.is_set() or time.monotonic() >= until:
                     return  # the question about the name before took all the time; other clears wait
-                answer = resolve(name, self._is_own)
+                answer = resolve(name, self._listen)
                 if answer.addresses is None:
                     calls.unknown[name.text] = answer.problem
                 else:

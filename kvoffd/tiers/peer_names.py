@@ -7,7 +7,6 @@ import socket
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from functools import partial
 from typing import NamedTuple
 
 from kvoffd.system.threads import AbandonableThreads
@@ -71,7 +70,7 @@ class NameResolver:
             pause_s = self._every_s
             for number, name in enumerate(self._names):
                 try:
-                    answer = resolve(name, partial(is_own, listen=self._listen))
+                    answer = resolve(name, self._listen)
                 except Exception as error:  # the next may succeed
                     answer = Resolved(None, str(error) or type(error).__name__)
                 if answer.addresses is None:
@@ -81,39 +80,50 @@ class NameResolver:
                 self._on_answer(number, answer)
 
 
-def resolve(name: PeerName, is_own: Callable[[str, int], bool]) -> Resolved:
-    """Return the addresses of a name. ``is_own``: returns whether one is this node's."""
+def resolve(name: PeerName, listen: str) -> Resolved:
+    """Return the addresses of a name, without this node's, which lends at ``listen``."""
     try:
         found = socket.getaddrinfo(name.host, name.port, type=socket.SOCK_STREAM)
     except (OSError, ValueError) as error:  # an invalid host name is a ValueError
         return Resolved(None, str(getattr(error, "strerror", None) or error))
     hosts = dict.fromkeys(str(place[0]) for *_, place in found)
-    kept = [host for host in _of_one_kind(hosts, name.port) if not is_own(host, name.port)]
+    kept = [host for host in _of_one_kind(hosts, name.port, listen) if not is_own(host, name.port, listen=listen)]
     return Resolved([name_of((host, name.port)) for host in kept[:MAX_ADDRESSES]])
 
 
-def _of_one_kind(hosts: Iterable[str], port: int) -> list[str]:
+def _of_one_kind(hosts: Iterable[str], port: int, listen: str) -> list[str]:
     """Return the IPv4 or the IPv6 addresses: a node that has both is one node.
 
-    Some nodes may have one kind alone, as while a cluster gets the other: the kind with more addresses has the most
-    nodes. It is IPv4 if it has as many, or if this node has no way to the IPv6 ones.
+    They are of the kind at which this node lends, if that is one: the others, by the same settings, lend at no other.
+    Else some nodes may have one kind alone, as while a cluster gets the other: the kind with more addresses has the
+    most nodes. It is IPv4 if it has as many, or if this node has no way to the IPv6 ones.
     """
     ipv4, ipv6 = list[str](), list[str]()
     for host in hosts:
         if "%" not in host:  # else it is an address of a single link
             (ipv6 if ":" in host else ipv4).append(host)
+    if (at := _listening_at(listen)) is not None and ipv4 and ipv6:
+        return ipv4 if at.version == 4 else ipv6
     return ipv6 if len(ipv6) > len(ipv4) and (not ipv4 or _own_address(ipv6[0], port)) else ipv4
 
 
 def is_own(host: str, port: int, *, listen: str) -> bool:
     """Return whether this node, which lends at ``listen``, is at an address."""
-    at, _, own_port = listen.rpartition(":")
-    if own_port != str(port):
+    if listen.rpartition(":")[2] != str(port):
         return False
-    if at not in ("", "*", "0.0.0.0", "[::]"):
-        with suppress(ValueError):  # a name
-            return ipaddress.ip_address(at.strip("[]")) == ipaddress.ip_address(host)
+    at, one = _listening_at(listen), ipaddress.ip_address(host)
+    if at is not None and at.version == one.version and not at.is_unspecified:
+        return at == one
     return _own_address(host, port) == host
+
+
+def _listening_at(listen: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """Return the address of ``host:port`` if it is of one kind; None for a name, and for all addresses of both."""
+    with suppress(ValueError):
+        at = ipaddress.ip_address(listen.rpartition(":")[0].strip("[]"))
+        if at.version == 4 or not at.is_unspecified:
+            return at
+    return None
 
 
 def _own_address(host: str, port: int) -> str:

@@ -39,7 +39,7 @@ def answer_with(monkeypatch: pytest.MonkeyPatch, *hosts: str) -> None:
 )
 def test_each_node_has_one_address(monkeypatch: pytest.MonkeyPatch, hosts: list[str], addresses: list[str]) -> None:
     answer_with(monkeypatch, *hosts)
-    assert resolve(NAME, lambda host, port: False) == Resolved(addresses)
+    assert resolve(NAME, "") == Resolved(addresses)
 
 
 @pytest.mark.parametrize("has_ipv6", [True, False])
@@ -50,21 +50,40 @@ def test_of_both_kinds_the_one_with_more_nodes_is_kept_if_there_is_a_way(
     answer_with(monkeypatch, "10.0.0.1", "fd00::1", "fd00::2")
     monkeypatch.setattr(peer_names, "_own_address", lambda host, port: "fd00::9" if has_ipv6 else "")
     kept = ["[fd00::1]:7400", "[fd00::2]:7400"] if has_ipv6 else ["10.0.0.1:7400"]
-    assert resolve(NAME, lambda host, port: False) == Resolved(kept)
+    assert resolve(NAME, "") == Resolved(kept)
+
+
+@pytest.mark.parametrize(
+    ("listen", "kept"),
+    [
+        ("10.0.0.1:7400", ["10.0.0.2:7400"]),
+        ("0.0.0.0:7400", ["10.0.0.1:7400", "10.0.0.2:7400"]),
+        ("[fd00::1]:7400", ["[fd00::2]:7400", "[fd00::3]:7400"]),
+        ("[::]:7400", ["[fd00::1]:7400", "[fd00::2]:7400", "[fd00::3]:7400"]),
+        ("*:7400", ["[fd00::1]:7400", "[fd00::2]:7400", "[fd00::3]:7400"]),
+    ],
+)
+def test_addresses_are_of_the_kind_at_which_nodes_lend(
+    monkeypatch: pytest.MonkeyPatch, listen: str, kept: list[str]
+) -> None:
+    """The third node has IPv6 alone; that is no reason to look for the others where none of them listens."""
+    answer_with(monkeypatch, "10.0.0.1", "fd00::1", "10.0.0.2", "fd00::2", "fd00::3")
+    monkeypatch.setattr(peer_names, "_own_address", lambda host, port: "fd00::9")
+    assert resolve(NAME, listen) == Resolved(kept)
 
 
 def test_no_more_than_the_bound_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     answer_with(monkeypatch, *(f"10.{n >> 16}.{n >> 8 & 255}.{n & 255}" for n in range(MAX_ADDRESSES + 10)))
-    found = resolve(NAME, lambda host, port: False).addresses
+    found = resolve(NAME, "").addresses
     assert found is not None
     assert len(found) == MAX_ADDRESSES
 
 
 def test_a_name_that_is_not_known_has_a_reason() -> None:
-    found = resolve(NAME._replace(host="no-such-host.invalid"), lambda host, port: False)
+    found = resolve(NAME._replace(host="no-such-host.invalid"), "")
     assert found.addresses is None
     assert found.problem
-    assert resolve(NAME._replace(host="a" * 70), lambda host, port: False).addresses is None
+    assert resolve(NAME._replace(host="a" * 70), "").addresses is None
 
 
 @pytest.mark.parametrize(
@@ -80,6 +99,8 @@ def test_a_name_that_is_not_known_has_a_reason() -> None:
         ("2001:db8::1", "[::]:7400", False),
         ("127.0.0.1", "localhost:7400", True),
         ("::1", "[0:0::1]:7400", True),
+        ("127.0.0.1", "[::1]:7400", True),
+        ("192.0.2.1", "[::1]:7400", False),
     ],
 )
 def test_a_node_leaves_itself_out(host: str, listen: str, own: bool) -> None:
@@ -106,7 +127,7 @@ def test_a_name_is_resolved_again_after_an_error_of_any_kind(monkeypatch: pytest
 def test_names_are_resolved_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
     answers = deque([Resolved(["10.0.0.1:7400"]), Resolved(None, "gone"), Resolved([])])
     last = answers[-1]
-    monkeypatch.setattr(peer_names, "resolve", lambda name, own: answers.popleft() if answers else last)
+    monkeypatch.setattr(peer_names, "resolve", lambda name, listen: answers.popleft() if answers else last)
     heard: list[tuple[int, Resolved]] = []
     resolver = NameResolver([NAME], "*:7400", 0.01, lambda number, answer: heard.append((number, answer)))
     wait_until(lambda: len(heard) > 3)
