@@ -31,7 +31,6 @@ from kvoffd_proto.units import (
     format_size,
     parse_duration,
     percent,
-    plural,
     printable,
 )
 
@@ -644,11 +643,15 @@ def _lru_percent(curve: s.HitCurve) -> float:
 
 def sentence_of(point: s.BranchPoint, of: str = "") -> str:
     """Return what a place costs, and what would help. ``of``: whose prompts, a part of the sentence."""
-    each = point.repeated_tokens // max(1, point.prompts)
+    each = format_count(point.repeated_tokens // max(1, point.prompts))
+    at = f"after {format_count(point.at_tokens)} tokens"
+    if point.prompts == 1:
+        costs = f"1 prompt{of} differs from others {at} and continues with {each} tokens"
+    else:
+        costs = f"{format_count(point.prompts)} prompts{of} differ {at} and continue with {each} tokens each"
     return (
-        f"{format_count(point.prompts)} prompt{plural(point.prompts)}{of} differ after {format_count(point.at_tokens)} "
-        f"tokens and continue with {format_count(each)} tokens each that were stored before. If what differs there "
-        f"came last, they would share {percent(point.repeated_tokens, point.seen_tokens)} of what is computed."
+        f"{costs} that were stored before. If what differs there came last, they would share "
+        f"{percent(point.repeated_tokens, point.seen_tokens)} of what is computed."
     )
 
 

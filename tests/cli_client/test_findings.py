@@ -11,7 +11,7 @@ from msgspec import structs
 from kvoffd_client.cli.doctor import report_of
 from kvoffd_client.cli.stats import UNTIMED
 from kvoffd_proto.admin import NamespaceInfo, SessionInfo
-from kvoffd_proto.findings import KINDS, EngineMetrics, Facts, command_of, find, judge_value
+from kvoffd_proto.findings import KINDS, EngineMetrics, Facts, command_of, find, judge_value, sentence_of
 from kvoffd_proto.messages import GroupSpec, Role
 from kvoffd_proto.stats import (
     MISS_REASONS,
@@ -603,3 +603,12 @@ def test_small_pages_have_the_fix_of_their_memory(memory: str, file: str, fix: s
     assert "1.9 times as long" in found.evidence
     unknown = structs.replace(pool, memory="")  # an earlier daemon does not say
     assert not find(facts({"pool": unknown, "settings": settings}))
+
+
+def test_a_place_at_which_one_prompt_differs_is_said_in_the_singular() -> None:
+    assert sentence_of(BranchPoint(32, 1, 96, 960)).startswith(
+        "1 prompt differs from others after 32 tokens and continues with 96 tokens that were stored before."
+    )
+    assert sentence_of(BranchPoint(32, 2, 192, 960), " of m").startswith(
+        "2 prompts of m differ after 32 tokens and continue with 96 tokens each that were stored before."
+    )
