@@ -242,10 +242,12 @@ class TierLookups:
         return list(map(bytes, lookup.answer))
 
     def lease_ended(self, lease: Lease) -> None:
+        if (awaited := self._awaits.pop(lease, None)) is None:
+            return  # as most: thousands may end in one turn of the loop
         unawaited: dict[FillQueue, None] = {}
         chains: dict[Group, dict[bytes, None]] = {}
         """Keys that may have come up, each behind the key before it."""
-        for fill, key_before in self._awaits.pop(lease, {}).items():
+        for fill, key_before in awaited.items():
             del fill.leases[lease]
             if fill.is_settled:
                 keys = chains.setdefault(fill.queue.group, {})
