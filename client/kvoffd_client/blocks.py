@@ -18,7 +18,7 @@ import xxhash
 from kvoffd_client.admin_client import MIN_PREFIX_DIGITS, AdminClient, find_namespace_info, matching_namespaces
 from kvoffd_client.errors import DaemonUnavailable, KvoffdClientError, RequestRefused, RequestTimeout
 from kvoffd_client.memory import Registration, SharedMemory
-from kvoffd_client.namespace import NamespaceSpec, is_int
+from kvoffd_client.namespace import NamespaceSpec, is_int, is_positive
 from kvoffd_client.repeated_lookup import RepeatedLookup
 from kvoffd_client.scheduler_client import LookupFuture, SchedulerClient
 from kvoffd_client.session import ClientOptions, Closing
@@ -82,7 +82,7 @@ class BlockClient(Closing):
     def __init__(
         self, directory: str | os.PathLike[str], namespace: str | bytes, *, timeout_s: float = TIMEOUT_S
     ) -> None:
-        if not (isinstance(timeout_s, float) or is_int(timeout_s)) or not timeout_s > 0:
+        if not is_positive(timeout_s):
             raise ValueError(f"timeout_s is a time in seconds, not {timeout_s}.")
         if not isinstance(namespace, str | bytes):
             raise ValueError(f"namespace is a label or a fingerprint, str or bytes, not {type(namespace).__name__}.")

@@ -24,6 +24,11 @@ def is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
+def is_positive(value: object) -> bool:
+    """Return whether a value is a number above 0, which True is not."""
+    return (isinstance(value, float) or is_int(value)) and value > 0  # type: ignore[operator]
+
+
 def fingerprint_of(canonical: str) -> bytes:
     return hashlib.sha256(canonical.encode()).digest()
 

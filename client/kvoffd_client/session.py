@@ -27,7 +27,7 @@ from kvoffd_client.errors import (
     why_unreachable,
 )
 from kvoffd_client.lifeline_stream import NEVER
-from kvoffd_client.namespace import NamespaceSpec, is_int
+from kvoffd_client.namespace import NamespaceSpec, is_positive
 from kvoffd_proto import lifeline
 from kvoffd_proto import messages as m
 from kvoffd_proto.codec import CODEC_ERRORS, decode_request, encode
@@ -91,8 +91,7 @@ class ClientOptions:
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            value = getattr(self, field.name)
-            if not (isinstance(value, float) or is_int(value)) or not value > 0:
+            if not is_positive(value := getattr(self, field.name)):
                 raise ValueError(f"The client option {field.name} must be a positive number; it is {value!r}.")
 
 

@@ -81,7 +81,6 @@ class PromotionSource:
             ``is_reserved``. ``Leases.withheld_bytes`` is the sum of these and of ``SourceReads.given_up_bytes`` of all
             sources.
         queued_blocks: number of fills that have not begun, in all queues.
-        unended_blocks: number of these and of running ones, without reads that were given up.
         has_overdue: whether ``end_overdue`` left some of what is overdue.
         failures: fills that failed, those that were settled before included, by ``NotRead`` or ``Result``.
         unused_blocks: promoted blocks that were evicted before they were loaded.
@@ -111,7 +110,7 @@ class PromotionSource:
         """Queues with queued or running fills, in the order in which they are promoted."""
         self._queued_by: Counter[int] = Counter()
         """Queued blocks by session."""
-        self.queued_blocks = self.unended_blocks = self.reserved_bytes = 0
+        self.queued_blocks = self.reserved_bytes = 0
         self.has_overdue = False
         self.failed_at = -inf
         """Time of the last read that failed."""
@@ -130,6 +129,11 @@ class PromotionSource:
     def idle(self) -> bool:
         """Whether nothing is being read, not even what was given up."""
         return not (self.unended_blocks or self.reads.given_up)
+
+    @property
+    def unended_blocks(self) -> int:
+        """Number of queued and running fills, without reads that were given up."""
+        return self.queued_blocks + len(self.reads.under_way)
 
     # --- what lookups ask, and queue -------------------------------------------------------------
 
@@ -459,7 +463,6 @@ class PromotionSource:
         """Add to the numbers of a queue's blocks that wait and that are under way, and to what follows from them. Drop
         a queue that has none left."""
         self.queued_blocks += queued
-        self.unended_blocks += queued + under_way
         self._queued_by[queue.session] += queued
         if not self._queued_by[queue.session]:
             del self._queued_by[queue.session]

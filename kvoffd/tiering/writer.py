@@ -295,8 +295,9 @@ class Writer:
         if self._pauses_above is not None and len(self.under_way) > self._pauses_above:
             return
         self._pauses_above = None
-        # Whoever waits for blocks from the tiers has priority, too.
-        busy = self._engines_busy() or any(one.unended_blocks for one in self._sources if one.writer is self)
+        # Lookups that wait for blocks from its tiers have priority, too.
+        own_sources = (source for source in self._sources if source.writer is self)
+        busy = self._engines_busy() or any(source.queued_blocks or source.reads.under_way for source in own_sources)
         begun: list[int] = []
         try:
             self._begin_waiting(begun, busy)
