@@ -56,8 +56,7 @@ class Prefetches:
         """Move READY blocks to the end of the order of eviction, the tail first, as a lookup does: what comes up is to
         follow them there."""
         for index, keys in groups:
-            states, blocks = self._life.blocks.find(namespace.groups[index], keys)
-            ready = blocks[np.frombuffer(states, np.uint8) == READY]
+            ready = self._life.blocks.lookup(namespace.groups[index], keys, lease=False).ready
             self._life.order.make_newest(np.array([*dict.fromkeys(ready[::-1].tolist())], np.uint32))
 
     def _states_of(self, namespace: Namespace, groups: Sequence[tuple[int, bytes]]) -> list[bytes]:

@@ -352,8 +352,7 @@ class BlockStores:
         """Make the READY blocks of different keys of a chain, root first, each older than the one before it."""
         if group.retired:
             return
-        states, blocks = self._blocks.find(group, keys)
-        ready = blocks[np.frombuffer(states, np.uint8) == READY]
+        ready = self._blocks.lookup(group, keys, lease=False).ready
         # The first may have been used before: then the policy `arc` moves none behind it, but those behind the second.
         for first in (1, 0):
             if len(ready) > first + 1:
