@@ -239,17 +239,23 @@ def test_of_many_new_prompts_behind_a_load_few_are_scanned_in_a_step(
     assert engine.loaded == ["first", *(one.request_id for one in waiting)]
 
 
-@pytest.mark.parametrize("tokens", [20 * BLOCK_TOKENS + 1, 32 * BLOCK_TOKENS])
-def test_a_prompt_whose_load_is_too_slow_computes_though_a_load_before_it_waits_for_space(
-    make: Make, tokens: int
-) -> None:
-    """Also where the daemon has more of it than is loaded: the last token is computed anyway."""
+def _with_a_load_that_waits(make: Make) -> tuple[SchedulerHarness, Any]:
+    """An engine with a prompt whose load waits for space, which another load has, and that prompt."""
     engine = make(FULL, WINDOW, blocks=301, max_model_len=8192)
     engine.held = {"first"}
     first, waits = engine.add("first", prompt(0, 200)), engine.add("waits", prompt(1, 240))
     have(engine, first, waits)
     for _ in range(3):
         engine.step()
+    return engine, waits
+
+
+@pytest.mark.parametrize("tokens", [20 * BLOCK_TOKENS + 1, 32 * BLOCK_TOKENS])
+def test_a_prompt_whose_load_is_too_slow_computes_though_a_load_before_it_waits_for_space(
+    make: Make, tokens: int
+) -> None:
+    """Also where the daemon has more of it than is loaded: the last token is computed anyway."""
+    engine, waits = _with_a_load_that_waits(make)
     slow = engine.add("slow", prompt(2, 32)[:tokens])
     have(engine, slow)
     for _ in range(3):
@@ -268,12 +274,7 @@ def test_a_prompt_whose_lease_is_over_computes_what_is_gone_though_a_load_before
 ) -> None:
     """It is asked again: its old answer says nothing of what can be loaded."""
     monkeypatch.setattr("kvoffd_client.vllm.request_lookups.CHECKED_AHEAD", 0)  # as behind many others
-    engine = make(FULL, WINDOW, blocks=301, max_model_len=8192)
-    engine.held = {"first"}
-    first, waits = engine.add("first", prompt(0, 200)), engine.add("waits", prompt(1, 240))
-    have(engine, first, waits)
-    for _ in range(3):
-        engine.step()
+    engine, waits = _with_a_load_that_waits(make)
     gone = engine.add("gone", prompt(2, 32), parameters=parameters)
     have(engine, gone)
     scanned = scans_of(engine)
