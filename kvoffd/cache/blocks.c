@@ -47,19 +47,28 @@ void kvoffd_blocks_close(struct blocks *x)
     close_index(&x->index);
 }
 
+/* Writes the hashes of keys, at most TOGETHER, and prefetches their home places. */
+static void hash_some(const struct blocks *x, uint32_t group, const uint8_t *keys, uint64_t count, uint64_t key_bytes,
+                      uint64_t *hashed)
+{
+    for (uint64_t i = 0; i < count; i++) {
+        hashed[i] = hash(x, group, keys + i * key_bytes, key_bytes);
+        __builtin_prefetch(home(&x->index, hashed[i]));
+    }
+}
+
+static uint64_t at_most_together(uint64_t count)
+{
+    return count < TOGETHER ? count : TOGETHER;
+}
+
 /* Looks up to TOGETHER concatenated keys up: writes their hashes, states and blocks, NONE for absent keys. */
 static void find_some(const struct blocks *x, uint32_t group, const uint8_t *keys, uint64_t count, uint64_t key_bytes,
                       uint64_t *hashed, uint8_t *states, uint32_t *blocks)
 {
-    uint64_t *places[TOGETHER];
-
+    hash_some(x, group, keys, count, key_bytes, hashed);
     for (uint64_t i = 0; i < count; i++) {
-        hashed[i] = hash(x, group, keys + i * key_bytes, key_bytes);
-        places[i] = home(&x->index, hashed[i]);
-        __builtin_prefetch(places[i]);
-    }
-    for (uint64_t i = 0; i < count; i++) {
-        uint64_t entry = *places[i];
+        uint64_t entry = *home(&x->index, hashed[i]);
         if (!entry)
             continue;
         __builtin_prefetch(key_of(x, slot_of(entry)));
@@ -67,7 +76,7 @@ static void find_some(const struct blocks *x, uint32_t group, const uint8_t *key
         __builtin_prefetch(&x->state[slot_of(entry)]);
     }
     for (uint64_t i = 0; i < count; i++) {
-        uint64_t entry = *find_from(x, places[i], hashed[i], group, keys + i * key_bytes, key_bytes);
+        uint64_t entry = *find(x, hashed[i], group, keys + i * key_bytes, key_bytes);
         blocks[i] = entry ? slot_of(entry) : NONE;
         states[i] = entry ? x->state[slot_of(entry)] : FREE;
     }
@@ -79,8 +88,8 @@ void kvoffd_blocks_find(const struct blocks *x, uint32_t group, const uint8_t *k
     uint64_t hashed[TOGETHER];
 
     for (uint64_t begin = 0; begin < count; begin += TOGETHER)
-        find_some(x, group, keys + begin * key_bytes, count - begin < TOGETHER ? count - begin : TOGETHER, key_bytes,
-                  hashed, x->bytes + begin, x->numbers + begin);
+        find_some(x, group, keys + begin * key_bytes, at_most_together(count - begin), key_bytes, hashed,
+                  x->bytes + begin, x->numbers + begin);
 }
 
 static void pin(struct blocks *x, uint32_t block)
@@ -117,21 +126,29 @@ uint64_t kvoffd_blocks_unpin(struct blocks *x, const uint32_t *blocks, uint64_t 
 {
     uint64_t found = 0;
 
-    for (uint64_t i = 0; i < count; i++)
+    for (uint64_t i = 0; i < count; i++) {
+        if (i + TOGETHER / 2 < count) {
+            __builtin_prefetch(&x->pins[blocks[i + TOGETHER / 2]], 1);
+            __builtin_prefetch(&x->pages[blocks[i + TOGETHER / 2]]);
+        }
         if (!--x->pins[blocks[i]]) {
             x->pinned_blocks--;
             x->pinned_bytes -= (uint64_t)x->pages[blocks[i]] * PAGE;
             x->numbers[found++] = blocks[i];
         }
+    }
     return found;
 }
 
 /* Undoes kvoffd_blocks_lease, as kvoffd_blocks_unpin does. */
 uint64_t kvoffd_blocks_end_lease(struct blocks *x, const uint32_t *blocks, uint64_t count)
 {
-    for (uint64_t i = 0; i < count; i++)
+    for (uint64_t i = 0; i < count; i++) {
+        if (i + TOGETHER / 2 < count)
+            __builtin_prefetch(&x->leases[blocks[i + TOGETHER / 2]], 1);
         if (!--x->leases[blocks[i]])
             x->leased_bytes -= (uint64_t)x->pages[blocks[i]] * PAGE;
+    }
     return kvoffd_blocks_unpin(x, blocks, count);
 }
 
@@ -162,7 +179,7 @@ void kvoffd_blocks_lookup(struct blocks *x, uint32_t group, const uint8_t *keys,
 
     *found = (struct found){ 0 };
     for (uint64_t begin = 0; begin < count; begin += TOGETHER) {
-        uint64_t together = count - begin < TOGETHER ? count - begin : TOGETHER;
+        uint64_t together = at_most_together(count - begin);
         find_some(x, group, keys + begin * key_bytes, together, key_bytes, hashed, x->bytes + begin, blocks);
         for (uint64_t i = 0; i < together; i++)
             __builtin_prefetch(blocks[i] == NONE ? (void *)&x->misses[hashed[i] & (MISSES - 1)] : &x->pins[blocks[i]]);
@@ -258,10 +275,21 @@ uint64_t kvoffd_blocks_oldest(struct blocks *x, const struct block_group *g, uin
 static uint64_t enter(struct blocks *x, const struct block_group *g, const uint32_t *slots, uint64_t count,
                       const uint8_t *keys)
 {
+    uint64_t hashes[TOGETHER];
+
     for (uint64_t i = 0; i < count; i++) {
         const uint8_t *key = keys + i * g->key_bytes;
         const uint32_t *of_block = slots + i * g->ranks;
-        uint64_t hashed = hash(x, g->number, key, g->key_bytes);
+        if (i % TOGETHER == 0) {
+            uint64_t together = at_most_together(count - i);
+            hash_some(x, g->number, key, together, g->key_bytes, hashes);
+            for (uint64_t at = 0; at < together * g->ranks; at++) {
+                __builtin_prefetch(record_of(x, of_block[at]), 1);
+                __builtin_prefetch(&x->next[of_block[at]], 1);
+                __builtin_prefetch(&x->pins[of_block[at]]);
+            }
+        }
+        uint64_t hashed = hashes[i % TOGETHER];
         if (*find(x, hashed, g->number, key, g->key_bytes))
             return i;
         for (uint64_t rank = 0; rank < g->ranks; rank++) {
@@ -455,19 +483,45 @@ static void record_miss(const struct blocks *x, uint64_t hashed, uint64_t reason
     x->misses[hashed & (MISSES - 1)] = (hashed & ~REASON) | reason;
 }
 
+/* Prefetches what taking blocks out of the index needs, and writes the hashes of their keys; at most TOGETHER blocks. */
+static void fetch_indexed(const struct blocks *x, const struct block_group *g, const uint32_t *blocks, uint64_t count,
+                          uint64_t *hashed)
+{
+    for (uint64_t i = 0; i < count; i++) {
+        __builtin_prefetch(record_of(x, blocks[i]));
+        __builtin_prefetch(key_of(x, blocks[i]) + g->key_bytes - 1);
+        __builtin_prefetch(&x->older[blocks[i]]);
+        __builtin_prefetch(&x->newer[blocks[i]]);
+        __builtin_prefetch(&x->next[blocks[i]]);
+        __builtin_prefetch(&x->pins[blocks[i]]);
+    }
+    for (uint64_t i = 0; i < count; i++) {
+        uint32_t older = x->older[blocks[i]], newer = x->newer[blocks[i]];
+        hashed[i] = hash(x, g->number, key_of(x, blocks[i]), g->key_bytes);
+        __builtin_prefetch(home(&x->index, hashed[i]), 1);
+        __builtin_prefetch(&x->misses[hashed[i] & (MISSES - 1)], 1);
+        if (older != NONE)
+            __builtin_prefetch(&x->newer[older], 1);
+        if (newer != NONE)
+            __builtin_prefetch(&x->older[newer], 1);
+    }
+}
+
 /* Takes blocks of a group out of the index, and finds their keys. They become DROPPED, are not recovered by the next
  * daemon, and end if not in use. Remembers `reason` if not 0. Returns how many: fewer if one is not in the index. */
 uint64_t kvoffd_blocks_drop(struct blocks *x, const struct block_group *g, const uint32_t *blocks, uint64_t count,
                             uint64_t reason)
 {
+    uint64_t hashed[TOGETHER];
     uint8_t *keys = x->bytes;
 
     *(struct ended *)x->counts = (struct ended){ 0 };
     for (uint64_t i = 0; i < count; i++) {
         uint32_t block = blocks[i], at = block;
+        if (i % TOGETHER == 0)
+            fetch_indexed(x, g, blocks + i, at_most_together(count - i), hashed);
         const uint8_t *key = key_of(x, block);
-        uint64_t hashed = hash(x, g->number, key, g->key_bytes);
-        uint64_t *entry = find(x, hashed, g->number, key, g->key_bytes);
+        uint64_t *entry = find(x, hashed[i % TOGETHER], g->number, key, g->key_bytes);
         if (!*entry || slot_of(*entry) != block)
             return i;
         remove_at(&x->index, entry);
@@ -475,7 +529,7 @@ uint64_t kvoffd_blocks_drop(struct blocks *x, const struct block_group *g, const
         memcpy(keys, key, g->key_bytes);
         keys += g->key_bytes;
         if (reason)
-            record_miss(x, hashed, reason);
+            record_miss(x, hashed[i % TOGETHER], reason);
         set_state(x, g, block, DROPPED);
         do {
             set_record(record_of(x, at), x->shard[at] & CORRUPT ? BAD_RECORD : FREE_RECORD);
@@ -736,11 +790,14 @@ uint64_t kvoffd_blocks_judge(const struct blocks *x, uint32_t group, const uint8
     while (mask < 2 * count)
         mask = 2 * mask + 1;
     uint32_t *wanted = calloc(mask + 1, sizeof *wanted); /* hash table of keys to write: their numbers plus 1 */
+    uint64_t hashes[TOGETHER];
     if (!wanted)
         return 0;
     for (uint64_t i = 0; i < count; i++) {
         const uint8_t *key = keys + i * key_bytes;
-        uint64_t hashed = hash(x, group, key, key_bytes), at = hashed & mask;
+        if (i % TOGETHER == 0)
+            hash_some(x, group, key, at_most_together(count - i), key_bytes, hashes);
+        uint64_t hashed = hashes[i % TOGETHER], at = hashed & mask;
         while (wanted[at] && memcmp(keys + (wanted[at] - 1) * key_bytes, key, key_bytes))
             at = (at + 1) & mask;
         blocks[i] = NONE;

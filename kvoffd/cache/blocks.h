@@ -78,21 +78,17 @@ static inline uint64_t hash(const struct blocks *x, uint32_t group, const uint8_
     return hash_of(&x->index, group, key, key_bytes);
 }
 
-/* Returns the place of the key's entry, searching from its home, or an empty place. */
-static inline uint64_t *find_from(const struct blocks *x, uint64_t *place, uint64_t hashed, uint32_t group,
-                                  const uint8_t *key, uint64_t key_bytes)
+/* Returns the place of the key's entry, or an empty place. */
+static inline uint64_t *find(const struct blocks *x, uint64_t hashed, uint32_t group, const uint8_t *key,
+                             uint64_t key_bytes)
 {
+    uint64_t *place = home(&x->index, hashed);
+
     for (uint64_t entry; (entry = *place); place++)
         if (entry >> 32 == hashed >> 32 && x->group[slot_of(entry)] == group &&
             !memcmp(key_of(x, slot_of(entry)), key, key_bytes))
             break;
     return place;
-}
-
-static inline uint64_t *find(const struct blocks *x, uint64_t hashed, uint32_t group, const uint8_t *key,
-                             uint64_t key_bytes)
-{
-    return find_from(x, home(&x->index, hashed), hashed, group, key, key_bytes);
 }
 
 /* Returns the place of a block's entry, or an empty place. */
