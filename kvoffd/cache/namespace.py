@@ -12,7 +12,7 @@ from struct import pack
 from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import numpy as np
-from msgspec import Meta, Struct
+from msgspec import Meta, Struct, msgpack
 
 from kvoffd.cache.block_table import NO_BLOCK, READY, WITH_SLOTS, WRITING
 from kvoffd.errors import BadGeometry, BadKeys, KvoffdError
@@ -203,6 +203,8 @@ class Namespace:
         """Bytes of a shard by rank and group; None for a rank that no worker has registered yet."""
         self.shards: list[Shards | None] = [None] * world_size
         """Layers of its shards by rank; None for a rank whose worker an earlier daemon did not record."""
+        self._encoded_record: tuple[tuple[object, ...], bytes] = (), b""
+        """What ``encoded_record`` returned last, behind the fields on which it depends."""
         self.key_type = np.dtype((np.void, key_bytes))
         """Data type of arrays of keys."""
 
@@ -273,8 +275,15 @@ class Namespace:
         lengths = [sizes[index] for sizes in self.shard_bytes if sizes is not None]
         return lengths if len(lengths) == self.world_size else []
 
-    def record(self) -> NamespaceRecord:
-        """Return what the next daemon must know of it."""
+    def encoded_record(self) -> bytes:
+        """Return what the next daemon must know of it, a NamespaceRecord; the same object as before if nothing has
+        changed."""
+        fields = self.number, self.generation, tuple(self.shard_bytes), tuple(self.shards)
+        if fields != self._encoded_record[0]:
+            self._encoded_record = fields, msgpack.encode(self._record())
+        return self._encoded_record[1]
+
+    def _record(self) -> NamespaceRecord:
         shards = [
             None if one is None else tuple((count, tuple((nbytes,) for nbytes in pages)) for count, pages in one)
             for one in self.shards
