@@ -42,7 +42,7 @@ from kvoffd_proto.messages import HintAction, KeyState
 
 SWEPT_AT_ONCE = 1024
 """Slots of reset namespaces that one step returns."""
-DROPPED_AT_ONCE = 1024
+DROPPED_AT_ONCE = 512
 """Blocks, partial for too long, that one step drops."""
 LISTED_SLOTS = 1 << 20
 """Slots that a page of a listing looks at, which takes about a millisecond."""
@@ -90,6 +90,8 @@ class Cache:
         self._prefetches = Prefetches(self.life, clock, lease_ttl_s)
         self._events, self._clock, self._partial_timeout_s = events, clock, partial_timeout_s
         self.swept_at_once = SWEPT_AT_ONCE
+        self._has_overdue = False
+        """Whether more leases may be overdue, or blocks partial for too long, than the last step has ended."""
 
     # --- lookups --------------------------------------------------------------------------------
 
@@ -298,28 +300,40 @@ class Cache:
         return self.leases.end_session(session)
 
     def tick(self) -> int:
-        """End overdue leases, and drop blocks that were partial for too long. Returns the number of both.
+        """End some overdue leases, or else drop some blocks that were partial for too long. Returns how many.
 
-        At most ``ended_at_once`` and DROPPED_AT_ONCE; the others wait for the next call.
+        ``background`` does the rest.
         """
-        partial = list(islice(self.life.partial_since(self._clock() - self._partial_timeout_s), DROPPED_AT_ONCE))
-        self.life.drop_partial(partial)
         self.order.tick()
         self._prefetches.tick()
-        return self.leases.end_overdue() + len(partial)
+        return self._end_overdue()
+
+    def _end_overdue(self) -> int:
+        ended = self.leases.end_overdue()
+        if not ended:
+            since = self._clock() - self._partial_timeout_s
+            partial = list(islice(self.life.partial_since(since), DROPPED_AT_ONCE))
+            self.life.drop_partial(partial)
+            ended = len(partial)
+        self._has_overdue = ended > 0
+        return ended
 
     def background(self) -> bool:
-        """Set some retained blocks aside, and do one step of what is left: unpin blocks of ended leases, else count
-        prompts of closed sessions, else return slots of reset namespaces. Returns whether more remains."""
+        """Set some retained blocks aside, and do one step of what is left: unpin blocks of ended leases, else end what
+        is overdue, else count prompts of closed sessions, else return slots of reset namespaces. Returns whether more
+        remains."""
         more = self.order.set_aside_some()
         if self.leases.has_to_unpin:
             self.leases.unpin_some()
+        elif self._has_overdue:
+            self._end_overdue()
         elif self.prompts.uncounted.has_ended:
             self.prompts.count_some_ended()
         elif self.life.unswept:
             group = next(iter(self.life.unswept.values()))
             self.life.sweep([group], max(1, self.swept_at_once // len(group.sizes)))
-        return bool(more or self.leases.has_to_unpin or self.prompts.uncounted.has_ended or self.life.unswept)
+        more = more or self._has_overdue or self.leases.has_to_unpin
+        return bool(more or self.prompts.uncounted.has_ended or self.life.unswept)
 
     # --- facts ----------------------------------------------------------------------------------
 

@@ -15,8 +15,8 @@ from kvoffd.cache.tickets import Lease, LeaseTotals, SessionLeases
 from kvoffd.errors import UnknownLease
 from kvoffd.pool.allocator import PAGE_BYTES
 
-ENDED_AT_ONCE = 1024
-"""Ended leases that one step unpins."""
+ENDED_AT_ONCE, UNPINNED_AT_ONCE = 512, 8192
+"""Leases that one step ends, or unpins; and blocks, with those of its last lease, after which it stops."""
 CLAIM_S = 10.0
 """Time for which a session whose lookup was cut by the limit of leases counts as one that has some."""
 
@@ -43,7 +43,7 @@ class Leases:
         by_session: the active ones of each session that has any, by namespace.
         withheld_bytes: bytes of blocks that will be promoted, and leases will pin, and of reads that were given up and
             have not ended; kept by the tiers.
-        ended_at_once: leases that one step unpins.
+        ended_at_once: leases that one step ends or unpins.
     """
 
     def __init__(
@@ -263,7 +263,10 @@ class Leases:
 
     def unpin_some(self) -> None:
         """Unpin blocks of some leases that have ended."""
-        ended = [self._to_unpin.popleft() for _ in range(min(self.ended_at_once, len(self._to_unpin)))]
+        ended, unpinned = list[Lease](), 0
+        while self._to_unpin and len(ended) < self.ended_at_once and unpinned < UNPINNED_AT_ONCE:
+            ended.append(lease := self._to_unpin.popleft())
+            unpinned += len(lease.blocks)
         for lease in ended:
             if self.by_id.get(lease.lease_id) is lease:
                 del self.by_id[lease.lease_id]

@@ -234,7 +234,8 @@ class Service:
         """
         call_each(
             (
-                self._end_overdue,
+                self.cache.tick,
+                self._warn_of_partial,
                 self.memory.tick,
                 self.traffic.tick,
                 self.lookups.tick,
@@ -300,10 +301,6 @@ class Service:
         return m.Error(request_id, refusal.code, refusal.message)
 
     # --- internal ----------------------------------------------------------------------------------
-
-    def _end_overdue(self) -> None:
-        if self.cache.tick():  # some leases ended, or partial blocks were dropped
-            self._warn_of_partial()
 
     def _save_totals_if_due(self) -> None:
         if self.clock() >= self._totals_due:
