@@ -71,7 +71,7 @@ class PromotionSource:
 
     Args:
         unsettled: the fills that lookups may wait for, shared by all sources.
-        sources: all sources, this one included.
+        sources, writers: all of them, this one and its own included.
         origins: records which blocks this source promoted.
         shared: whether other nodes use the source too.
 
@@ -95,12 +95,13 @@ class PromotionSource:
         unsettled: UnsettledFills,
         sources: Sequence[PromotionSource],
         writer: Writer,
+        writers: Sequence[Writer],
         origins: BlockOrigins,
         *,
         shared: bool,
     ) -> None:
         self.tier, self.shared, self._sources = tier, shared, sources
-        self.writer, self._origins = writer, origins
+        self.writer, self._writers, self._origins = writer, writers, origins
         self._cache, self._clock, self._unsettled = cache, clock, unsettled
         self._patience_s = settings.deadline_s
         """Time that a block may take to read from the beginning of its turn, and a queue may be blocked."""
@@ -402,11 +403,10 @@ class PromotionSource:
                 self.promoted_bytes += fill.queue.block_group.nbytes
                 for lease in fill.leases:
                     self._cache.leases.hold(lease, ticket.blocks)
-                # After end_fill: ``Tiering.stored``, called in it, forgets the block's origin and has all writers wait
-                # to write it.
-                block_number = int(ticket.slots[0])
-                self.writer.was_read(block_number)
-                self._origins.promoted(self, block_number)
+                self._origins.promoted(self, int(ticket.slots[0]))
+                for writer in self._writers:
+                    if writer is not self.writer:  # its tiers may lack the block
+                        writer.stored(ticket.blocks)
         except BaseException:
             self.settle(fill, MissReason.TIER_FAILED)  # lookups must not wait for it
             raise

@@ -120,7 +120,7 @@ class Tiering:
         return source
 
     def _make_source(self, tier: Tier, settings: TieringSettings, writer: Writer, *, shared: bool) -> PromotionSource:
-        parts = self._cache, self._clock, self._unsettled, self.sources, writer, self._origins
+        parts = self._cache, self._clock, self._unsettled, self.sources, writer, self.writers, self._origins
         return PromotionSource(tier, settings, *parts, shared=shared)
 
     def _make_writer(self, tiers: list[Tier], settings: TieringSettings, *, shared: bool) -> Writer:
