@@ -6,7 +6,7 @@ from kvoffd.cache.policy import GHOST_DIVISOR
 from kvoffd.config import Config, peer_addresses
 from kvoffd.pool.allocator import MIN_SLOT_BYTES
 from kvoffd.system.limits import MemoryLimit
-from kvoffd.tiering.promotion_source import FILL_BYTES, MAX_QUEUED
+from kvoffd.tiering.promotions import FILL_BYTES, MAX_QUEUED
 from kvoffd.tiering.writer import MAX_WAITING, WAITING_BYTES
 from kvoffd.tiers.disk import index_bytes
 from kvoffd_proto.units import exact_size, format_size

@@ -1,6 +1,6 @@
 """The life of a block: each change of its state, which C counts, and which is reported to policy and listener.
 
-Tiers hear of READY blocks and of evictions. Who drops keys calls ``TierHooks.remove`` too.
+Tiers hear of evictions. Who stores or drops keys calls ``TierHooks.stored`` or ``remove`` too.
 
 ::
 
@@ -184,15 +184,15 @@ class BlockLife:
         first_blocks: Iterable[int] | None,
         checksums: Iterable[int],
         tokens: Mapping[bytes, BlockTokens] = NO_TOKENS,
-    ) -> int:
-        """End the writes to these shards' slots, whose bytes are all there. Returns how many blocks became READY.
+    ) -> BlockIds:
+        """End the writes to these shards' slots, whose bytes are all there. Returns the blocks that became READY.
 
         ``first_blocks``: first engine block of each shard; None for 0 of all. ``checksums``: 0 for those that are still
         to be computed.
         """
         if group.retired or not blocks.size:
             self.end_writes(group, blocks, slots)
-            return 0
+            return NO_BLOCKS
         sums, living = array("Q", checksums), self.blocks.state[blocks] == WRITING
         if not living.all():
             self.end_writes(group, blocks[~living], slots[~living])
@@ -207,9 +207,7 @@ class BlockLife:
             self.order.insert(group, ready, packed_keys)
             keys = np.frombuffer(packed_keys, group.namespace.key_type)[::-1].tolist()
             self._events.stored(group.namespace, group.index, keys, tokens=tokens)
-            if self.tiers is not None:
-                self.tiers.stored(ready[::-1])
-        return len(ready)
+        return ready[::-1]
 
     def end_writes(self, group: Group, blocks: BlockIds, slots: SlotIds) -> None:
         """End the writes to these shards' slots, whose content is discarded. Shards of other ranks stay and wait."""

@@ -82,7 +82,7 @@ class TierHooks(Protocol):
         """A lookup found these blocks READY."""
 
     def stored(self, blocks: BlockIds) -> None:
-        """These blocks became READY."""
+        """A store made these blocks READY. It is not called for a fill, whose end the tiers hear from ``end_fill``."""
 
     def evicted(self, blocks: BlockIds) -> None:
         """These READY blocks are about to be evicted. Their keys and bytes are still present."""

@@ -282,8 +282,13 @@ class BlockStores:
         every, of_tickets = 0, tokens or [NO_TOKENS] * len(tickets)
         for ticket, sums, of_keys in zip(tickets, checksums, of_tickets, strict=True):
             written = ticket.group, ticket.blocks, ticket.slots
-            every += (ready := self._life.publish(*written, ticket.first_blocks, sums, of_keys))
-            if ready and ticket.part.before:
+            ready = self._life.publish(*written, ticket.first_blocks, sums, of_keys)
+            if not ready.size:
+                continue
+            every += len(ready)
+            if self._life.tiers is not None:
+                self._life.tiers.stored(ready)
+            if ticket.part.before:
                 self._order_behind(ticket)
         return every
 
@@ -343,10 +348,10 @@ class BlockStores:
         if not checksums:
             self._life.end_writes(group, slots[:1], slots)
             return False
-        is_ready = bool(self._life.publish(group, np.repeat(slots[:1], len(slots)), slots, first_blocks, checksums))
-        if is_ready:
-            self._order.share(slots[:1])  # it may be anybody's
-        return is_ready
+        ready = self._life.publish(group, np.repeat(slots[:1], len(slots)), slots, first_blocks, checksums)
+        if ready.size:
+            self._order.share(ready)  # it may be anybody's
+        return bool(ready.size)
 
     def order_chain(self, group: Group, keys: bytes) -> None:
         """Make the READY blocks of different keys of a chain, root first, each older than the one before it."""

@@ -1,7 +1,7 @@
 """Movement of blocks between the pool and the tiers below it: what is written when, what is promoted, and how much.
 
-The settings are here. ``writer`` writes blocks down, ``tier_lookups`` finds them there, and ``promotion_source``
-brings them up.
+The settings are here. ``writer`` writes blocks down, ``tier_lookups`` finds them there, ``promotions`` has what is to
+come up, and ``promotion_source`` reads it.
 """
 
 from __future__ import annotations

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import compress
 from math import inf
 
@@ -14,16 +13,15 @@ import numpy as np
 from kvoffd.cache.asked_keys import AskedKeys
 from kvoffd.cache.block_table import FREE, READY, UNANSWERED_YET, WRITING
 from kvoffd.cache.cache import Cache
-from kvoffd.cache.namespace import Group, MissReason
-from kvoffd.cache.prefetches import NO_SESSION
+from kvoffd.cache.namespace import MissReason
 from kvoffd.cache.tickets import Lease
 from kvoffd.pool.allocator import PAGE_BYTES
 from kvoffd.tiering.block_group import block_group_of
-from kvoffd.tiering.fills import Fill, FillQueue, JointQueues, NotRead, UnsettledFills
 from kvoffd.tiering.promotion_source import PromotionSource
+from kvoffd.tiering.promotions import Fill, Promotions, PromptQueues
 from kvoffd.tiering.unanswered_keys import UnansweredKeys
 from kvoffd.tiers.tier import ABSENT, ASKED, PRESENT, Tier
-from kvoffd_proto.messages import COMING, PENDING, SHARED, GroupSpec
+from kvoffd_proto.messages import COMING, SHARED, GroupSpec
 
 ANSWER_S = 0.02
 """Estimate of a store's answer time, for engines that wait. The ask deadline covers the worst case, and may be longer
@@ -51,22 +49,12 @@ class _Lookup:
     """Counts of their keys; None if they were counted before."""
     sources: Sequence[PromotionSource]
     """Sources that it can use now, in the order in which they are asked."""
-    promotable_bytes: int
-    """Pool bytes that may still be promoted for it: what leases may pin, less what it has. Negative if its READY keys
-    are more than that: anything else would evict its own beginning."""
-    may_wait: bool
-    """Whether its new fills may wait for space. A repeated lookup's may not: keys that got no space in their patience
-    do not wait again."""
-    joint: JointQueues
-    new_bytes: int = 0
-    """Pool bytes of its new fills."""
+    prompt: PromptQueues
     asking_bytes: int = 0
     """Pool bytes of the keys that stores are being asked for."""
-    worth_reading: set[PromotionSource] = field(default_factory=set)
-    """Sources that are read for one of its groups: one group without the others cannot be loaded."""
 
 
-class _Part:
+class LookupPart:
     """Consecutive keys of one group of a lookup, and what is known of them. A key is named by its index here, its
     *place*.
 
@@ -76,7 +64,7 @@ class _Part:
     """
 
     def __init__(
-        self, lookup: _Lookup, number: int, unsettled: UnsettledFills, *, start: int = 0, end: int | None = None
+        self, lookup: _Lookup, number: int, promotions: Promotions, *, start: int = 0, end: int | None = None
     ) -> None:
         (index, packed_keys), namespace = lookup.groups[number], lookup.lease.namespace
         self.group = namespace.groups[index]
@@ -87,7 +75,7 @@ class _Part:
         """The key before the first of these; empty if that begins the prompt."""
         self.states = memoryview(lookup.answer[number])[start:end]
         """The answer for these keys, which is changed through this view."""
-        self.fills: Mapping[bytes, Fill] = unsettled.get(self.block_group.tag, {})
+        self.fills: Mapping[bytes, Fill] = promotions.unsettled.get(self.block_group.tag, {})
         """Fills of any keys of the group that existed before this lookup."""
         self.asked, self.start = lookup.asked[number] if lookup.asked is not None else None, start
         """``asked``: the counts of the group's keys; None if they were counted before."""
@@ -157,7 +145,7 @@ class _Part:
 
 
 class TierLookups:
-    """Finds the keys of lookups in the tiers, and has those be promoted that their engines can use.
+    """Finds the keys of lookups in the tiers, and has ``Promotions`` bring those up that their engines can use.
 
     A key has two states here: one that the reply has, for the engine, and one in ``AskedKeys``, by which it is counted.
 
@@ -179,7 +167,7 @@ class TierLookups:
 
     Args:
         sources: the disks of this node, then shared stores in the order of asking.
-        unsettled: the fills that lookups may wait for, of all sources.
+        promotions: what lookups wait for.
         unanswered: has the keys that stores are being asked for.
         is_unshared: whether a namespace, by its fingerprint, became stale here: other nodes' blocks of the same keys
             may be stale too, so stores are not read for it.
@@ -193,71 +181,48 @@ class TierLookups:
         self,
         cache: Cache,
         sources: Sequence[PromotionSource],
-        unsettled: UnsettledFills,
+        promotions: Promotions,
         unanswered: UnansweredKeys,
         is_unshared: Callable[[bytes], bool],
     ) -> None:
-        self._cache, self._sources, self._unsettled = cache, sources, unsettled
+        self._cache, self._sources, self._promotions = cache, sources, promotions
         self._unanswered, self._is_unshared = unanswered, is_unshared
         self.is_behind: Callable[[bytes], bool] = lambda fingerprint: False
-        self._awaits: dict[Lease, dict[Fill, bytes]] = {}
-        """Fills that each lease waits for, settled ones included, in the order of the prompt, with the key before each;
-        empty at its beginning. ``Fill.leases`` has the same by fill."""
-
-    # --- what the cache calls: see TierHooks -----------------------------------------------------
 
     def find(
         self, lease: Lease, groups: Sequence[tuple[int, bytes]], states: list[bytes], asked: Sequence[AskedKeys] | None
     ) -> list[bytes]:
+        """Return the states that a lookup reports: see ``TierHooks``."""
         namespace, lease.wait_s = lease.namespace, 0.0
         sources = self._sources_for(lease, asked)
         if not sources or not groups or not namespace.groups[groups[0][0]].lengths:
             return states
         lookup = self._new_lookup(lease, groups, states, asked, sources)
-        windows, parts = list[int](), list[_Part]()
+        windows, parts = list[int](), list[LookupPart]()
         may_grow, prefix_tokens = False, inf
         for number, ((index, _), answer) in enumerate(zip(groups, lookup.answer, strict=True)):
             spec = namespace.specs[index]
             if spec.window_tokens or "mamba" in spec.kind:
                 windows.append(number)
                 continue
-            parts.append(_Part(lookup, number, self._unsettled, start=run_end(answer)))
+            parts.append(LookupPart(lookup, number, self._promotions, start=run_end(answer)))
             may_grow |= self._find_prefix(lookup, parts[-1])
             prefix_tokens = min(prefix_tokens, run_end(answer) * spec.tokens_per_block)
         for number in windows:
             spec = namespace.specs[groups[number][0]]
             is_limited = prefix_tokens < inf and spec.tokens_per_block
             end = int(prefix_tokens) // spec.tokens_per_block if is_limited else None
-            parts.append(_Part(lookup, number, self._unsettled, end=end))
+            parts.append(LookupPart(lookup, number, self._promotions, end=end))
             self._find_window(lookup, parts[-1], spec, may_grow=may_grow)
         for part in parts:
             if part.asked is not None:
                 for name in part.found_by:
                     part.asked.tier_has_some(name)
-        lease.asking_bytes = min(lookup.asking_bytes, max(0, lookup.promotable_bytes))
+        lease.asking_bytes = min(lookup.asking_bytes, max(0, lookup.prompt.promotable_bytes))
         if lease.coming:
-            awaits = self._awaits.get(lease, {})
             answers_s = ANSWER_S if lease.asking else 0.0  # it was asked in this call: see ``Lease.ask_again``
-            lease.wait_s = max(answers_s, *(source.wait_s(awaits) for source in self._sources))
+            lease.wait_s = max(answers_s, self._promotions.wait_s(lease))
         return list(map(bytes, lookup.answer))
-
-    def lease_ended(self, lease: Lease) -> None:
-        if (awaited := self._awaits.pop(lease, None)) is None:
-            return  # as most: thousands may end in one turn of the loop
-        unawaited: dict[FillQueue, None] = {}
-        chains: dict[Group, dict[bytes, None]] = {}
-        """Keys that may have come up, each behind the key before it."""
-        for fill, key_before in awaited.items():
-            del fill.leases[lease]
-            if fill.is_settled:
-                keys = chains.setdefault(fill.queue.group, {})
-                keys[key_before] = keys[fill.key] = None
-            elif not (fill.leases or fill.ticket):
-                unawaited[fill.queue] = None
-        for queue in unawaited:
-            queue.source.drop_unawaited(queue)
-        for group, keys in chains.items():  # they came one by one, mostly the root first, which would be evicted first
-            self._cache.stores.order_chain(group, b"".join(keys))
 
     # --- one lookup ------------------------------------------------------------------------------
 
@@ -301,12 +266,13 @@ class TierLookups:
         ready_bytes = sum(one.count(READY) * lease.namespace.groups[index].block_bytes for (index, _), one in blocks_of)
         # Earlier lookups under the same lease may have found the beginning of the prompt.
         held_bytes = max(ready_bytes, int(self._cache.blocks.pages[lease.blocks].sum()) * PAGE_BYTES)
-        held_bytes += sum(fill.queue.group.block_bytes for fill in self._awaits.get(lease, ()) if not fill.is_settled)
+        awaited = self._promotions.awaited.get(lease, ())
+        held_bytes += sum(fill.queue.group.block_bytes for fill in awaited if not fill.is_settled)
         promotable_bytes = leases.most_bytes - sum(one.reads.given_up_bytes for one in self._sources) - held_bytes
-        answer, may_wait = list(map(bytearray, states)), asked is not None
-        return _Lookup(lease, groups, answer, asked, sources, promotable_bytes, may_wait, JointQueues(lease))
+        prompt = PromptQueues(lease, promotable_bytes, may_wait=asked is not None)
+        return _Lookup(lease, groups, list(map(bytearray, states)), asked, sources, prompt)
 
-    def _find_prefix(self, lookup: _Lookup, part: _Part) -> bool:
+    def _find_prefix(self, lookup: _Lookup, part: LookupPart) -> bool:
         """Request the unbroken run from the first of these keys; return whether any of it is being asked for."""
         states, end = bytes(part.states), len(part.keys)
         if WRITING in states:  # an engine may never finish what it is writing
@@ -331,10 +297,10 @@ class TierLookups:
         if part.fills:
             has_fill = (place for place in range(end) if part.keys[place] in part.fills)
             places |= {place for place in has_fill if states[place] != READY}  # else it was stored while it was queued
-        self._request(lookup, part, sorted(place for place in places if place < end))
+        self._promotions.request(lookup.prompt, part, sorted(place for place in places if place < end))
         return bool(part.asking)
 
-    def _find_window(self, lookup: _Lookup, part: _Part, spec: GroupSpec, *, may_grow: bool) -> None:
+    def _find_window(self, lookup: _Lookup, part: LookupPart, spec: GroupSpec, *, may_grow: bool) -> None:
         """Request the last whole window of these keys once all answers are known.
 
         Stores are not asked if the disks have the whole window at the end. ``may_grow``: the prefix that ends with
@@ -353,9 +319,11 @@ class TierLookups:
         if part.asking:
             self._await_answers(lookup, part, prefix=False)
         elif not may_grow:
-            self._request(lookup, part, [place for place in window if part.states[place] not in READY_OR_COMING])
+            self._promotions.request(
+                lookup.prompt, part, [place for place in window if part.states[place] not in READY_OR_COMING]
+            )
 
-    def _await_answers(self, lookup: _Lookup, part: _Part, *, prefix: bool) -> None:
+    def _await_answers(self, lookup: _Lookup, part: LookupPart, *, prefix: bool) -> None:
         """Have the lookup wait for the answers about keys that a store is being asked for."""
         count = len(part.asking)
         lookup.lease.asking += count
@@ -376,94 +344,6 @@ class TierLookups:
             places = [place for place, asked_tiers in part.asking.items() if asked_tiers == tiers]
             keys, positions = [part.keys[place] for place in places], [part.start + place for place in places]
             self._unanswered.add_scattered(tiers, part.block_group.tag, keys, part.asked, positions)
-
-    # --- requesting blocks -----------------------------------------------------------------------
-
-    def _request(self, lookup: _Lookup, part: _Part, places: Sequence[int]) -> None:
-        """Request keys that are in a tier or coming, up to the first that cannot be requested; set their states."""
-        if not places:
-            return
-        skipped, lease = self._skipped(lookup, part, places), lookup.lease
-        queues: dict[PromotionSource, FillQueue] = {}
-        """Those of the new fills."""
-        for number, place in enumerate(places):
-            key = part.keys[place]
-            # Not ``part.fills``: a key may occur twice.
-            if (fill := self._unsettled.get(part.block_group.tag, {}).get(key)) is None:
-                requested = self._new_fill(lookup, part, place, skipped, queues)
-                if isinstance(requested, MissReason):
-                    part.mark(places[number:], requested)
-                    return
-                fill = requested
-            elif not fill.queue.is_reserved:
-                self._join(lookup, fill.queue)
-            if lease not in fill.leases:
-                lookup.promotable_bytes -= part.group.block_bytes
-                lease.coming += 1
-                fill.leases[lease] = None
-                self._awaits.setdefault(lease, {})[fill] = part.keys[place - 1] if place else part.key_before
-            part.found_by[fill.queue.source.tier.name] = None
-            if part.asked is not None:
-                fill.askers.append((part.asked, part.start + place))
-            part.states[place] = SHARED if fill.queue.source.shared else PENDING
-
-    def _new_fill(
-        self,
-        lookup: _Lookup,
-        part: _Part,
-        place: int,
-        skipped: set[PromotionSource],
-        queues: dict[PromotionSource, FillQueue],
-    ) -> Fill | MissReason:
-        """Queue a key that a source has; return why if it cannot be."""
-        source, block_bytes = part.there[place], part.group.block_bytes
-        if source in skipped:
-            return MissReason.SKIPPED
-        if lookup.promotable_bytes < block_bytes:
-            return MissReason.LEASE_LIMIT
-        if not lookup.may_wait and lookup.new_bytes + block_bytes > self._cache.leases.leasable_bytes:
-            # One may begin to wait: a store had not answered to the first lookup, or the key had space then.
-            had_none = self._cache.life.reasons_of(part.group, part.keys[place])[0]
-            if lookup.lease.session == NO_SESSION or had_none in (MissReason.NO_SPACE, MissReason.QUOTA):
-                return MissReason.NO_SPACE
-            lookup.may_wait = True
-        if (queue := queues.get(source)) is None:
-            session, joint = lookup.lease.session, lookup.joint
-            queue = queues[source] = FillQueue(session, joint, part.group, part.block_group, source)
-        if (fill := source.enqueue(queue, part.keys[place])) is None:
-            return MissReason.TIER_LATE
-        if len(queue.fills) == 1:
-            lookup.joint.members.append(queue)
-        lookup.new_bytes += block_bytes
-        return fill
-
-    def _join(self, lookup: _Lookup, queue: FillQueue) -> None:
-        """Have a queue get its space jointly with the others that this lookup waits for, no longer with those of an
-        earlier lookup."""
-        if queue.joint is lookup.joint or NO_SESSION in (lookup.lease.session, queue.session):
-            return
-        if queue in queue.joint.members:
-            queue.joint.members.remove(queue)
-        lookup.joint.members.append(queue)
-        queue.joint = lookup.joint
-
-    def _skipped(self, lookup: _Lookup, part: _Part, places: Sequence[int]) -> set[PromotionSource]:
-        """Return the sources whose keys take longer to read than to compute, and count these keys.
-
-        They are not read, unless for a hint.
-        """
-        if lookup.lease.session == NO_SESSION:
-            return set()
-        counts = Counter(part.there[place] for place in places if place in part.there)
-        skipped = {
-            source
-            for source, count in counts.items()
-            if source not in lookup.worth_reading and source.skips(part.group, count)
-        }
-        lookup.worth_reading |= counts.keys() - skipped
-        for source in skipped:
-            source.failures[NotRead.SLOWER.value] += counts[source]
-        return skipped
 
 
 def _steps_of(sources: Sequence[PromotionSource]) -> Iterator[Sequence[PromotionSource]]:

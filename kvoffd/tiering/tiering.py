@@ -17,8 +17,8 @@ from kvoffd.system.newest import put_newest
 from kvoffd.tiering import TieringSettings, WriteMode
 from kvoffd.tiering.block_group import block_group_of
 from kvoffd.tiering.block_origins import BlockOrigins
-from kvoffd.tiering.fills import UnsettledFills
 from kvoffd.tiering.promotion_source import PromotionSource
+from kvoffd.tiering.promotions import Promotions
 from kvoffd.tiering.tier_lookups import TierLookups
 from kvoffd.tiering.unanswered_keys import UnansweredKeys
 from kvoffd.tiering.writer import Writer
@@ -43,18 +43,20 @@ class Tiering:
 
     | part                | has                                                                                    |
     |---------------------|----------------------------------------------------------------------------------------|
-    | ``TierLookups``     | which keys are in a tier, which of these are requested, and the leases that await them |
+    | ``TierLookups``     | which keys are in a tier, and which of these are requested                             |
     | ``UnansweredKeys``  | keys that stores are being asked for, until they are counted                           |
-    | ``PromotionSource`` | one for each disk, store and peer: the requested blocks on their way from it to the    |
-    |                     | pool; those that are being read are in its ``SourceReads``                             |
+    | ``Promotions``      | the requested blocks, until each has come or failed: the leases that await them, their |
+    |                     | queues, and the space that is reserved for them                                        |
+    | ``PromotionSource`` | one for each disk, store and peer: its reads into the pool                             |
     | ``BlockOrigins``    | where blocks that have come were, until they are loaded                                |
     | ``Writer``          | one for all disks, and one for each store: the blocks on their way down                |
 
     Attributes:
         is_unshared: whether a namespace, by its fingerprint, became stale here: other nodes' blocks of the same keys
             may be stale too, so stores are neither read nor written for it.
-        lookups: the first of these parts.
-        find, lease_ended, loaded, answered: methods of parts, which cache and tiers call without a step between.
+        lookups, promotions: two of these parts.
+        find, lease_ended, cancel_promotions, loaded, answered: methods of parts, which cache and tiers call without a
+            step between.
     """
 
     def __init__(
@@ -67,7 +69,6 @@ class Tiering:
         is_unshared: Callable[[bytes], bool] = lambda fingerprint: False,
     ) -> None:
         self._cache, self._clock = cache, clock
-        self._unsettled: UnsettledFills = {}
         self._engines_busy, self.is_unshared = engines_busy, is_unshared
         self.sources: list[PromotionSource] = []
         """The disks of this node, then shared stores in the order of asking. All parts have this list."""
@@ -76,8 +77,10 @@ class Tiering:
         self.writers = [self._make_writer(self._disk_tiers, settings, shared=False)]
         """The writer of the disks, then those of the stores."""
         self._origins, self._unanswered = BlockOrigins(len(cache.blocks.state)), UnansweredKeys(cache)
-        self.lookups = TierLookups(cache, self.sources, self._unsettled, self._unanswered, is_unshared)
-        self.find, self.lease_ended = self.lookups.find, self.lookups.lease_ended
+        self.promotions = Promotions(cache, self.sources, clock)
+        self.lookups = TierLookups(cache, self.sources, self.promotions, self._unanswered, is_unshared)
+        self.find, self.lease_ended = self.lookups.find, self.promotions.lease_ended
+        self.cancel_promotions = self.promotions.cancel
         self.loaded, self.answered = self._origins.loaded, self._unanswered.answered
         self._to_spare: list[tuple[BlockGroup, list[bytes]]] = []
         """Blocks that left the pool since the last tick, for the disks: see ``Tier.spare``."""
@@ -120,7 +123,7 @@ class Tiering:
         return source
 
     def _make_source(self, tier: Tier, settings: TieringSettings, writer: Writer, *, shared: bool) -> PromotionSource:
-        parts = self._cache, self._clock, self._unsettled, self.sources, writer, self._origins
+        parts = self._cache, self._clock, self.promotions, writer, self.writers, self._origins
         return PromotionSource(tier, settings, *parts, shared=shared)
 
     def _make_writer(self, tiers: list[Tier], settings: TieringSettings, *, shared: bool) -> Writer:
@@ -179,20 +182,11 @@ class Tiering:
 
     def remove(self, namespace: Namespace, group: int, keys: bytes, why: MissReason) -> None:
         single_keys, block_group = namespace.split(group, keys), block_group_of(namespace.group(group))
-        unsettled = self._unsettled.get(block_group.tag, {})
-        for fill in [unsettled[key] for key in single_keys if key in unsettled]:
-            fill.queue.source.settle(fill, why)
+        self.promotions.remove(block_group.tag, single_keys, why)
         for source in self.sources:
             # Bytes that are wrong here are not wrong in a store, which other nodes use.
             if not source.shared or why is not MissReason.CORRUPT:
                 source.tier.remove(block_group, single_keys, for_all_nodes=why is MissReason.PARTIAL)
-
-    def cancel_promotions(self, namespace: Namespace) -> None:
-        for fills in list(self._unsettled.values()):
-            for fill in list(fills.values()):
-                if fill.queue.group.namespace is not namespace:
-                    break  # all keys of a tag belong to one namespace
-                fill.queue.source.settle(fill, MissReason.INVALIDATED)
 
     # --- what the daemon calls -------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from kvoffd.cache.asked_keys import AskedKeys
 from kvoffd.cache.block_table import IN_A_TIER
 from kvoffd.cache.cache import Cache
 from kvoffd.cache.namespace import Namespace
-from kvoffd.tiering.fills import Asker
+from kvoffd.tiering.promotions import Asker
 from kvoffd.tiers.header import BlockGroup
 from kvoffd.tiers.tier import Tier
 

@@ -195,13 +195,9 @@ class Writer:
     # --- what happens to blocks ------------------------------------------------------------------
 
     def stored(self, blocks: BlockIds) -> None:
-        """Have blocks wait that became READY, by a store or by a promotion; of the latter see ``was_read``."""
+        """Have blocks wait that a store made READY, or that came up from a tier of another writer."""
         if self._tiers and self.mode is not WriteMode.NEVER and not self._is_full:
             self._enqueue(blocks)
-
-    def was_read(self, block: int) -> None:
-        """Stop waiting to write a block that was read from one of the tiers."""
-        self.waiting.pop(block, None)
 
     def used(self, group: Group, blocks: BlockIds) -> None:
         """Consider blocks that a lookup found, while a tier is available."""

@@ -105,9 +105,6 @@ class DiskTier(Tier):
         """Running writes by tag and key. One that is removed leaves it, and its block is dropped at its end."""
         self._used_when_full = 0
         """Bytes of the used slots at the last eviction: see ``FULL_PART``."""
-        self._to_overwrite: dict[int, list[int]] = {}
-        """Slots of evicted blocks by slot size. The next writes overwrite these and their records; until then a later
-        daemon would find the blocks."""
         self._pause_s = 0.0
         self._write_at = -inf
         self._closed = False
@@ -275,9 +272,9 @@ class DiskTier(Tier):
                 self._map.open_region(number, size)
                 self._clearing.region_opened(number, size)
             return slot
-        if not self._to_overwrite.get(size) and not self._evict_next(size):
+        if not self._clearing.to_overwrite.get(size) and not self._evict_next(size):
             return None
-        return self._to_overwrite[size].pop(0)
+        return self._clearing.to_overwrite[size].pop(0)
 
     def _evict_next(self, size: int) -> bool:
         """Advance the clock hand until it has freed slots of this size; recently used blocks get a second chance.
@@ -308,13 +305,14 @@ class DiskTier(Tier):
                 self._used_when_full = self._map.slots.used_bytes
                 slots = [number * self._map.slots.slots_per_region + place for place in victims]
                 self._clearing.drop(slots)
-                self._to_overwrite.setdefault(size, []).extend(slots)
+                self._clearing.to_overwrite.setdefault(size, []).extend(slots)
                 return True
             if left <= 0:  # the next write continues from here
                 return False
         # No slot of this size became free. Evicted ones of other sizes would keep their regions from changing size.
-        for unused in [one for one in self._to_overwrite if one != size]:
-            self._clearing.clear_slots(self._to_overwrite.pop(unused))
+        to_overwrite = self._clearing.to_overwrite
+        for unused in [one for one in to_overwrite if one != size]:
+            self._clearing.clear_slots(to_overwrite.pop(unused))
         return False
 
     def _write_ended(self, job: SlotJob, end: End) -> None:
@@ -346,7 +344,7 @@ class DiskTier(Tier):
     # --- removing --------------------------------------------------------------------------------
 
     def remove(self, group: BlockGroup, keys: Sequence[bytes], *, for_all_nodes: bool = False) -> None:
-        self._clear_to_overwrite()
+        self._clearing.clear_to_overwrite()
         # Of whatever geometry: after a restart no rank may have registered yet.
         known = self._map.readable_by_tag.get(group.tag)
         slots = [] if known is None else self._map.slots_of(known.group, list(dict.fromkeys(keys)))
@@ -355,15 +353,8 @@ class DiskTier(Tier):
             self._writing.pop((group.tag, key), None)  # the block is dropped at the end of the write
         self._clearing.clear_slots(slots)
 
-    def _clear_to_overwrite(self) -> None:
-        """Clear the records of evicted slots that no write has replaced: a later daemon would find the blocks, which
-        may be invalid by then."""
-        for slots in self._to_overwrite.values():
-            self._clearing.clear_slots(slots)
-        self._to_overwrite.clear()
-
     def remove_all(self, fingerprint: bytes | None) -> int:
-        self._clear_to_overwrite()
+        self._clearing.clear_to_overwrite()
         gone = [known for known in self._map.readable_by_tag.values() if fingerprint in (None, known.group.fingerprint)]
         tags = {known.group.tag for known in gone}
         for which in [which for which in self._writing if which[0] in tags]:
@@ -439,7 +430,7 @@ class DiskTier(Tier):
             return True
         self._reads.end(Result.CANCELLED)
         self._writes.end(End(Result.CANCELLED))
-        self._clear_to_overwrite()
+        self._clearing.clear_to_overwrite()
         if not self._clearing.finish(until):
             return False
         ended = [one.close(until) for one in (self._reads, self._writes, self._clearing.threads)]

@@ -28,7 +28,7 @@ from kvoffd.config import (
 )
 from kvoffd.memory_estimate import memory_estimate, memory_shortage, memory_summary
 from kvoffd.system.limits import MemoryLimit
-from kvoffd.tiering.promotion_source import FILL_BYTES, MAX_QUEUED
+from kvoffd.tiering.promotions import FILL_BYTES, MAX_QUEUED
 from kvoffd.tiering.writer import MAX_WAITING, WAITING_BYTES
 from kvoffd_proto.paths import default_directory
 

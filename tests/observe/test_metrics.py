@@ -8,7 +8,7 @@ from pathlib import Path
 
 import kvoffd.observe
 from kvoffd.observe.metrics import all_metrics, render_metrics
-from kvoffd.tiering.fills import NotRead
+from kvoffd.tiering.promotions import NotRead
 from kvoffd.tiers.tier import Result
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.stats import DaemonStats, DiskFault, DiskStats, NamespaceStats, TieringStats

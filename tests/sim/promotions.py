@@ -11,8 +11,8 @@ from kvoffd.cache.prefetches import NO_SESSION
 from kvoffd.cache.tickets import Lease
 from kvoffd.server.service import Service
 from kvoffd.tiering.block_group import block_group_of
-from kvoffd.tiering.fills import Fill
 from kvoffd.tiering.promotion_source import PromotionSource
+from kvoffd.tiering.promotions import Fill
 from kvoffd.tiering.read_speed import SILENCE_S
 from kvoffd.tiers.header import Block
 from kvoffd.tiers.tier import ReadEnd, Result
@@ -55,7 +55,7 @@ class PromotionWatch:
 
     def answered(self, request: m.Lookup, reply: m.LookupReply, tiers: SimTiers) -> None:
         """A lookup was answered. See whether the time that it was told can be true where a tier is silent."""
-        lease, coming = self._cache.leases.by_id.get(request.lease_id), tiers.tiering._unsettled
+        lease, coming = self._cache.leases.by_id.get(request.lease_id), tiers.tiering.promotions.unsettled
         if lease is None:
             return
         block_bytes: dict[PromotionSource, int] = {}
@@ -130,7 +130,7 @@ class PromotionWatch:
 
     def check_given_up(self, source: PromotionSource) -> None:
         """What is overdue is given up, and nothing else."""
-        now, patience_s = self._clock(), source._patience_s
+        now, patience_s = self._clock(), source.patience_s
         for fill in source.reads.given_up.keys() - self._given_up:
             number = self._reads[fill]
             ends = (at for other, at in self._ends[source].items() if other < number)

@@ -207,7 +207,7 @@ def test_what_is_slower_to_read_from_a_disk_than_to_compute_is_skipped(rig: Rig)
     space.counters.prefill_tokens_per_second = 10.0 * space.specs[0].tokens_per_block
     source.reads.speed.measured = 5.0 * UNIT
     rig.put_in_tier(space, keys_of(1, 2, 3))
-    source.skips(space.group(0), 1)  # one is tried now and then
+    source.read_again_at = rig.clock() + 1.0  # one is tried now and then
     rig.ask(1)
     assert rig.count(1) == [MissReason.SKIPPED] * 3
 

@@ -11,14 +11,13 @@ from kvoffd.cache.block_table import BlockIds
 from kvoffd.cache.namespace import MissReason, Namespace
 from kvoffd.cache.tickets import Lease
 from kvoffd.tiering import TieringSettings, WriteMode, promotion_source
-from kvoffd.tiering.fills import Fill, FillQueue, JointQueues
 from kvoffd.tiering.promotion_source import (
     BEGUN_PER_END,
     ENDED_AT_ONCE,
     MAX_BEGUN,
-    MAX_QUEUED,
     MAX_WITHOUT_SPACE,
 )
+from kvoffd.tiering.promotions import MAX_QUEUED, Fill, FillQueue, PromptQueues
 from kvoffd.tiers.tier import PRESENT, Result
 from kvoffd_proto.messages import ABSENT, PENDING, READY, SHARED, HintAction
 from tests.kit.fake_tier import FakeTier
@@ -110,8 +109,8 @@ def test_a_session_that_wants_very_much_leaves_a_part_of_the_queue_to_others(rig
     namespace, source, queued = rig.open(), rig.source, list[Fill | None]()
     lease, other = (Lease(number, number, namespace, 1000.0, np.empty(0, np.uint32)) for number in (1, 2))
     for one, count in ((lease, MAX_QUEUED), (other, MAX_QUEUED // 8)):
-        queue = FillQueue(one.session, JointQueues(one), namespace.group(0), rig.group(namespace), source)
-        queued += [source.enqueue(queue, number.to_bytes(8, "big")) for number in range(count)]
+        queue = FillQueue(one.session, PromptQueues(one), namespace.group(0), rig.group(namespace), source)
+        queued += [rig.tiering.promotions.enqueue(queue, number.to_bytes(8, "big")) for number in range(count)]
     assert queued[:MAX_QUEUED].count(None) == pytest.approx(MAX_QUEUED / 4, abs=2)
     assert None not in queued[MAX_QUEUED:]
 
@@ -473,7 +472,7 @@ def test_a_lookup_for_which_nothing_comes_up_leaves_nothing_behind(rig: TieringH
     rig.stop_waiting()
     assert look_up(rig, space, 1, keys_of(1)) == bytes([ABSENT])
     assert not rig.cache.leases.by_id
-    assert not rig.tiering.lookups._awaits
+    assert not rig.tiering.promotions.awaited
 
 
 def test_who_shares_the_beginning_of_a_prompt_waits_for_its_own_blocks_only() -> None:
@@ -527,7 +526,7 @@ def test_a_tier_that_raises_leaves_no_lease_behind(rig: TieringHarness, monkeypa
     def breaks(awaited: object) -> float:
         raise RuntimeError
 
-    monkeypatch.setattr(rig.source, "wait_s", breaks)
+    monkeypatch.setattr(rig.tiering.promotions, "wait_s", breaks)
     with pytest.raises(RuntimeError):
         look_up(rig, space, 1, keys_of(1))
     assert not rig.cache.leases.by_id
@@ -771,7 +770,7 @@ def test_invalidated_keys_leave_a_long_queue_at_once(rig: TieringHarness) -> Non
     space, count = rig.open(), 2048
     rig.put_in_tier(space, keys_of(*range(count)))
     look_up(rig, space, 1, keys_of(*range(count)))
-    queued = next(iter(rig.source._queues)).fills
+    queued = next(iter(rig.source.queues)).fills
     assert len(queued) == count
     rig.cache.invalidate(space, [(0, keys_of(*reversed(range(count))))])
     assert not queued

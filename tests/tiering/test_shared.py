@@ -10,7 +10,8 @@ import pytest
 from kvoffd.cache.asked_keys import PromptUse
 from kvoffd.cache.namespace import MissReason, Namespace
 from kvoffd.tiering import TieringSettings, WriteMode
-from kvoffd.tiering.promotion_source import READ_AGAIN_S, PromotionSource
+from kvoffd.tiering.promotion_source import PromotionSource
+from kvoffd.tiering.promotions import READ_AGAIN_S
 from kvoffd.tiering.tier_lookups import ANSWER_S, PEERS_AT_ONCE, last_window
 from kvoffd.tiers.header import Block, BlockGroup
 from kvoffd.tiers.tier import Found, Result, TierStats

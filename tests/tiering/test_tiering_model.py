@@ -12,7 +12,7 @@ from kvoffd.cache.block_table import READY, WRITING
 from kvoffd.cache.namespace import Namespace
 from kvoffd.cache.tickets import StoreTicket
 from kvoffd.tiering import TieringSettings, WriteMode
-from kvoffd.tiering.fills import Fill
+from kvoffd.tiering.promotions import Fill
 from kvoffd.tiers.tier import Result
 from kvoffd_proto.messages import ABSENT, PENDING, SHARED
 from tests.kit.amount import TIMES
@@ -157,7 +157,7 @@ class TieringMachine(RuleBasedStateMachine):
 
     @property
     def coming(self) -> list[Fill]:
-        return [fill for keys in self.rig.tiering._unsettled.values() for fill in keys.values()]
+        return [fill for keys in self.rig.tiering.promotions.unsettled.values() for fill in keys.values()]
 
     @rule(
         space=st.integers(0, 1),
@@ -215,7 +215,9 @@ class TieringMachine(RuleBasedStateMachine):
             self.put_down(space, chain, None, "ask")
         namespace = self.spaces[space]
         self.rig.cache.invalidate(namespace, [(0, keys_of(*chain))])
-        assert not self.rig.tiering._unsettled.get(self.rig.group(namespace).tag, {}).keys() & set(map(keys_of, chain))
+        assert not self.rig.tiering.promotions.unsettled.get(self.rig.group(namespace).tag, {}).keys() & set(
+            map(keys_of, chain)
+        )
         self.stored -= {(namespace.fingerprint, keys_of(key)) for key in chain}
 
     @rule(space=st.integers(0, 1), forgotten=st.booleans(), before=st.sampled_from(["", "to be written", "coming"]))
@@ -265,7 +267,7 @@ class TieringMachine(RuleBasedStateMachine):
             for job in store.jobs:
                 begun = self.unshared.get(job.group.fingerprint)
                 assert begun is None or job.block is None or job in begun, "an engine reset it"
-        reserved = [one for source in self.rig.tiering.sources for one in source._queues if one.is_reserved]
+        reserved = [one for source in self.rig.tiering.sources for one in source.queues if one.is_reserved]
         held = sum((len(one.fills) + one.under_way) * one.group.block_bytes for one in reserved)
         assert held == sum(one.reserved_bytes for one in self.rig.tiering.sources)
         given_up = [fill for source in self.rig.tiering.sources for fill in source.reads.given_up]
@@ -276,13 +278,13 @@ class TieringMachine(RuleBasedStateMachine):
             assert source.reads.under_way_bytes <= most
             held = source.reads.under_way_bytes + source.reads.given_up_bytes
             assert held <= 2 * most, "what was given up and hangs may hold as much again"
-            queued = [fill for queue in source._queues for fill in queue.fills]
-            assert sum(queue.under_way for queue in source._queues) == len(source.reads.under_way)
-            assert all(queue.fills or queue.under_way for queue in source._queues)
+            queued = [fill for queue in source.queues for fill in queue.fills]
+            assert sum(queue.under_way for queue in source.queues) == len(source.reads.under_way)
+            assert all(queue.fills or queue.under_way for queue in source.queues)
             unsettled = [fill for fill in [*source.reads.under_way, *queued] if not fill.is_settled]
             names = [(fill.queue.block_group.tag, fill.key) for fill in unsettled]
             assert len(names) == len(set(names)), "two fills of one key"
-            assert source.queued_blocks == len(queued) == source._queued_by.total()
+            assert source.queued_blocks == len(queued) == source.queued_by.total()
             assert all(fill.leases for fill in queued), "nobody waits for it"
         for writer in self.rig.tiering.writers:
             budget = writer.budget
@@ -311,10 +313,10 @@ class TieringMachine(RuleBasedStateMachine):
                 tier.end_all()
             rig.clock.now += 10.0
             rig.tiering.tick()
-        assert not rig.tiering._unsettled
+        assert not rig.tiering.promotions.unsettled
         assert all(source.unended_blocks == source.reads.under_way_bytes == 0 for source in rig.tiering.sources)
         assert not any(
-            source._queued_by or source.reads.given_up or source.reads.given_up_bytes for source in rig.tiering.sources
+            source.queued_by or source.reads.given_up or source.reads.given_up_bytes for source in rig.tiering.sources
         )
         rig.clock.now += 1000.0
         rig.cache.tick()

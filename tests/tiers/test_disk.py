@@ -372,6 +372,27 @@ def test_slots_whose_records_cannot_be_cleared_are_written_to_all_the_same(rig: 
     rig.check()
 
 
+@pytest.mark.parametrize("then", ["restart", "another removal and a kill", "a read ends, and a restart"])
+def test_a_record_that_could_not_be_cleared_is_cleared_later(rig: DiskRig, then: str) -> None:
+    rig.write(*map(block_of, range(3)))
+    reading = rig.begin_read(block_of(1)) if then == "a read ends, and a restart" else []
+    rig.files.fault = fails_first("note")
+    rig.remove(1)
+    rig.notes.work()
+    rig.work()
+    assert rig.listener.kinds == {"record_failed": 1}
+    assert reading in ([], [Result.GONE])
+    rig.check()
+    if then == "another removal and a kill":
+        rig.remove(2)
+        rig.work()
+        rig.kill()
+    else:
+        rig.restart()
+    assert 1 not in rig.there(range(3))
+    rig.check()
+
+
 @pytest.mark.parametrize(("fingerprint", "left"), [(ONE, [3]), (None, []), (b"nobody".ljust(32), [1, 2, 3])])
 def test_all_of_a_namespace_is_removed(rig: DiskRig, fingerprint: bytes | None, left: list[int]) -> None:
     groups = [GROUP, make_block_group(ONE, 0, 3, [4000]), make_block_group(OTHER, 0, 0, [4000])]
@@ -711,7 +732,7 @@ def live(random: Random) -> None:
 def test_evicted_blocks_whose_slots_wait_for_a_write_stay_away(removes: str, ends: str) -> None:
     """Several are evicted at once, and their records lie there until a write replaces them: no index has them."""
     rig, number = DiskRig(size_bytes=4 << 20, region_bytes=1 << 20), 0
-    while not any(rig.tier._to_overwrite.values()):
+    while not any(rig.tier._clearing.to_overwrite.values()):
         rig.write(block_of(number))
         number += 1
         assert number < 1000

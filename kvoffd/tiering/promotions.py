@@ -1,0 +1,467 @@
+"""Promotions: blocks that lookups have come up from the tiers, from the lookup that requests them to their end."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from itertools import takewhile
+from math import inf
+from typing import TYPE_CHECKING, NamedTuple
+
+from kvoffd.cache.asked_keys import AskedKeys
+from kvoffd.cache.block_table import CAME, IN_A_TIER
+from kvoffd.cache.cache import Cache
+from kvoffd.cache.namespace import Group, MissReason, Namespace
+from kvoffd.cache.prefetches import NO_SESSION
+from kvoffd.cache.tickets import FillTicket, Lease
+from kvoffd.tiers.header import BlockGroup
+from kvoffd.tiers.tier import Result
+from kvoffd_proto.messages import PENDING, SHARED
+
+if TYPE_CHECKING:
+    from kvoffd.tiering.promotion_source import PromotionSource
+    from kvoffd.tiering.tier_lookups import LookupPart
+
+
+class NotRead(StrEnum):
+    """Reasons for which a block that a tier has is not read to its end, besides the ``Result`` of a read."""
+
+    NO_SPACE = "no_space"  # leases may not pin it, or the pool has no slots for it
+    QUOTA = "quota"  # its namespace may not have more of the pool
+    OVERDUE = "overdue"  # its read was given up, or reads that hang keep it from being begun
+    SLOWER = "slower"  # the engine computes it in less time
+
+
+MISSES: dict[Result | NotRead, MissReason] = {
+    NotRead.NO_SPACE: MissReason.NO_SPACE,
+    NotRead.QUOTA: MissReason.QUOTA,
+    NotRead.OVERDUE: MissReason.TIER_LATE,
+    Result.DEADLINE: MissReason.TIER_LATE,
+    Result.CORRUPT: MissReason.CORRUPT,
+    Result.GONE: MissReason.EVICTED,
+}
+"""Miss reasons of failures; any other is a failure of the tier."""
+MAX_QUEUED = 2**16
+"""Blocks of one source that may wait to be read. An engine that computes them sooner does not wait for them."""
+FILL_BYTES = 560
+"""Memory of a waiting block, measured."""
+READ_AGAIN_S = 60.0
+"""Interval after which one read is tried even if it seems slower than computing: speeds change."""
+
+
+class Blocked(NamedTuple):
+    """Reason for which a queue cannot begin its next block, and the time since which it cannot."""
+
+    reason: NotRead
+    """NO_SPACE or OVERDUE: as this its fills fail if it is blocked for as long as a block may take to read."""
+    since: float
+
+
+@dataclass(slots=True, eq=False)
+class PromptQueues:
+    """What one lookup has come up, of all its groups and sources. Space is reserved for all of its queues or none: two
+    prompts with a part each would wait for one another."""
+
+    lease: Lease
+    """The lookup's lease."""
+    promotable_bytes: int = 0
+    """Pool bytes that may still be promoted for it: what leases may pin, less what it has. Negative if its READY keys
+    are more than that: anything else would evict its own beginning."""
+    may_wait: bool = True
+    """Whether its new fills may wait for space. A repeated lookup's may not: keys that got no space in their patience
+    do not wait again."""
+    new_bytes: int = 0
+    """Pool bytes of its new fills."""
+    worth_reading: set[PromotionSource] = field(default_factory=set)
+    """Sources that are read for one of its groups: one group without the others cannot be loaded."""
+    queues: list[FillQueue] = field(default_factory=list)
+    """Those that have blocks left, reserved ones included."""
+
+
+@dataclass(slots=True, eq=False)
+class FillQueue:
+    """Blocks of one group that one lookup has a source read: those that wait for it, in order, and those under way."""
+
+    session: int
+    """Session of that lookup, NO_SESSION for a prefetch."""
+    prompt: PromptQueues
+    """The queues that get space together with this one: those of the last lookup that joined it before it had space.
+    Engines repeat lookups under new leases."""
+    group: Group
+    block_group: BlockGroup
+    """The group, for tiers."""
+    source: PromotionSource
+    fills: OrderedDict[Fill, None] = field(default_factory=OrderedDict)
+    """Fills that have not begun."""
+    under_way: int = 0
+    """Number of blocks that are being read, without those that were given up."""
+    is_reserved: bool = False
+    """Whether leases may pin all of these blocks: no other queue gets their space. Never of a prefetch."""
+    blocked: Blocked | None = None
+    """None if it can begin, or its turn has not come."""
+
+    @property
+    def queued_bytes(self) -> int:
+        return len(self.fills) * self.group.block_bytes
+
+
+@dataclass(slots=True, eq=False)
+class Fill:
+    """A block that a lookup requested and a tier has. It is settled once: ``Promotions.settle`` counts its key for all
+    lookups that asked for it, and none waits for it any more.
+
+    | event                           | method              | counted as        | its slots             |
+    |---------------------------------|---------------------|-------------------|-----------------------|
+    | it was read                     | _end_read           | found             | READY, leases pin it  |
+    | nobody waits for it             | lease_ended         | found, see below  | none, it was queued   |
+    | the same at its turn (UNWANTED) | _end_read           | found, see below  | freed                 |
+    | the pool has it by now          | _begin_reads        | found             | none                  |
+    | no space; it has left the tier  | fail                | miss, by reason   | none                  |
+    | the read fails                  | _end_read, fail     | miss, by Result   | freed                 |
+    | the read is overdue             | _give_up_overdue    | miss, TIER_LATE   | freed when it ends    |
+    | its key was removed             | remove, cancel      | miss, by reason   | freed when it ends    |
+
+    Methods with an underscore are those of ``PromotionSource``, the others of ``Promotions``. What nobody waits for
+    counts as found because the tier has it: the engine reports why it did not load it. A read that ends after its fill
+    was settled changes nothing but its slots. One that ends as UNWANTED although a lookup has joined it since settles
+    nothing: ``PromotionSource._queue_again``.
+    """
+
+    queue: FillQueue
+    key: bytes
+    ticket: FillTicket | None = None
+    """Its block in the pool while the tier reads into it: the slots stay allocated until that has ended."""
+    begun_at: float = 0.0
+    """Time when its read began, if it has."""
+    is_settled: bool = False
+    leases: dict[Lease, None] = field(default_factory=dict)
+    """Leases of lookups that wait for it: they pin it once it is READY."""
+    askers: list[Asker] = field(default_factory=list)
+    """Positions in lookups at which it is counted as found, or as a miss, once the result is known."""
+
+    def is_awaited(self) -> bool:
+        """Return whether a lookup waits for it. For any thread."""
+        return not self.is_settled and bool(self.leases)
+
+
+Asker = tuple[AskedKeys, int]
+"""Keys of a lookup, and a position among them."""
+
+
+class Promotions:
+    """What all lookups have come up, from all sources: who waits for which block, in which queue, and with which space.
+
+    ``PromotionSource`` reads what is queued, and calls ``settle`` or ``fail`` at the end of each fill.
+
+    Args:
+        sources: the disks of this node, then shared stores in the order of asking.
+
+    Attributes:
+        unsettled: fills that are not settled, by the group's tag and by key. No group has an empty dict.
+        awaited: fills that each lease waits for, settled ones included, in the order of the prompt, with the key before
+            each; empty at its beginning. ``Fill.leases`` has the same by fill.
+    """
+
+    def __init__(self, cache: Cache, sources: Sequence[PromotionSource], clock: Callable[[], float]) -> None:
+        self._cache, self._sources, self._clock = cache, sources, clock
+        self.unsettled: dict[int, dict[bytes, Fill]] = {}
+        self.awaited: dict[Lease, dict[Fill, bytes]] = {}
+
+    # --- what lookups request --------------------------------------------------------------------
+
+    def request(self, prompt: PromptQueues, part: LookupPart, places: Sequence[int]) -> None:
+        """Request keys that are in a tier or coming, up to the first that cannot be requested; set their states."""
+        if not places:
+            return
+        skipped, lease = self._skipped(prompt, part, places), prompt.lease
+        queues: dict[PromotionSource, FillQueue] = {}
+        """Those of the new fills."""
+        for number, place in enumerate(places):
+            key = part.keys[place]
+            # Not ``part.fills``: a key may occur twice.
+            if (fill := self.unsettled.get(part.block_group.tag, {}).get(key)) is None:
+                requested = self._new_fill(prompt, part, place, skipped, queues)
+                if isinstance(requested, MissReason):
+                    part.mark(places[number:], requested)
+                    return
+                fill = requested
+            elif not fill.queue.is_reserved:
+                self._join(prompt, fill.queue)
+            if lease not in fill.leases:
+                prompt.promotable_bytes -= part.group.block_bytes
+                lease.coming += 1
+                fill.leases[lease] = None
+                self.awaited.setdefault(lease, {})[fill] = part.keys[place - 1] if place else part.key_before
+            part.found_by[fill.queue.source.tier.name] = None
+            if part.asked is not None:
+                fill.askers.append((part.asked, part.start + place))
+            part.states[place] = SHARED if fill.queue.source.shared else PENDING
+
+    def _skipped(self, prompt: PromptQueues, part: LookupPart, places: Sequence[int]) -> set[PromotionSource]:
+        """Return the sources whose keys take longer to read than to compute, and count these keys.
+
+        They are not read, unless for a hint.
+        """
+        if prompt.lease.session == NO_SESSION:
+            return set()
+        counts = Counter(part.there[place] for place in places if place in part.there)
+        skipped = {
+            source
+            for source, count in counts.items()
+            if source not in prompt.worth_reading and self._is_slower(source, part.group, count)
+        }
+        prompt.worth_reading |= counts.keys() - skipped
+        for source in skipped:
+            source.failures[NotRead.SLOWER.value] += counts[source]
+        return skipped
+
+    def _is_slower(self, source: PromotionSource, group: Group, count: int) -> bool:
+        """Return whether ``count`` blocks of a group take longer to read than to compute, by the measured speeds and
+        without a queue; only the engine, which has a queue too, can weigh the queues.
+
+        Every READ_AGAIN_S it lets some be read, and notes when, so that the speed is measured again.
+        """
+        namespace, tokens = group.namespace, count * group.tokens
+        prefill, speed = namespace.counters.prefill_tokens_per_second, source.reads.speed.measured
+        if not (tokens and prefill and speed):
+            return False
+        # The tokens need the blocks of all groups: those of the others count as if they were as large.
+        nbytes = len(namespace.specs) * count * group.block_bytes
+        now = self._clock()
+        if nbytes / speed > tokens / prefill and now < source.read_again_at:
+            return True
+        source.read_again_at = now + READ_AGAIN_S
+        return False
+
+    def _new_fill(
+        self,
+        prompt: PromptQueues,
+        part: LookupPart,
+        place: int,
+        skipped: set[PromotionSource],
+        queues: dict[PromotionSource, FillQueue],
+    ) -> Fill | MissReason:
+        """Queue a key that a source has; return why if it cannot be."""
+        source, block_bytes = part.there[place], part.group.block_bytes
+        if source in skipped:
+            return MissReason.SKIPPED
+        if prompt.promotable_bytes < block_bytes:
+            return MissReason.LEASE_LIMIT
+        session = prompt.lease.session
+        if not prompt.may_wait and prompt.new_bytes + block_bytes > self._cache.leases.leasable_bytes:
+            # One may begin to wait: a store had not answered to the first lookup, or the key had space then.
+            had_none = self._cache.life.reasons_of(part.group, part.keys[place])[0]
+            if session == NO_SESSION or had_none in (MissReason.NO_SPACE, MissReason.QUOTA):
+                return MissReason.NO_SPACE
+            prompt.may_wait = True
+        if (queue := queues.get(source)) is None:
+            queue = queues[source] = FillQueue(session, prompt, part.group, part.block_group, source)
+        if (fill := self.enqueue(queue, part.keys[place])) is None:
+            return MissReason.TIER_LATE
+        prompt.new_bytes += block_bytes
+        return fill
+
+    def enqueue(self, queue: FillQueue, key: bytes) -> Fill | None:
+        """Queue a block that the tier has; None if too many are queued. No session gets over three quarters of that."""
+        source = queue.source
+        if source.queued_blocks + source.queued_by[queue.session] // 3 >= MAX_QUEUED:
+            return None
+        fill = Fill(queue, key)
+        self.unsettled.setdefault(queue.block_group.tag, {})[key] = fill
+        if not queue.fills:
+            queue.prompt.queues.append(queue)
+        source.queues[queue] = queue.fills[fill] = None
+        self.count(queue, queued=1)
+        return fill
+
+    def _join(self, prompt: PromptQueues, queue: FillQueue) -> None:
+        """Have a queue get its space jointly with the others that this lookup waits for, no longer with those of an
+        earlier lookup."""
+        if queue.prompt is prompt or NO_SESSION in (prompt.lease.session, queue.session):
+            return
+        if queue in queue.prompt.queues:
+            queue.prompt.queues.remove(queue)
+        prompt.queues.append(queue)
+        queue.prompt = prompt
+
+    def wait_s(self, lease: Lease) -> float:
+        """Return the expected time until the blocks that a lease waits for have come, at the current speeds; 0 if
+        unknown."""
+        awaited = self.awaited.get(lease, {})
+        return max((self._wait_for(source, awaited) for source in self._sources), default=0.0)
+
+    def _wait_for(self, source: PromotionSource, awaited: Collection[Fill]) -> float:
+        """Return the expected time until the awaited fills of a source end."""
+        its_queues = {fill.queue for fill in awaited if not fill.is_settled and fill.queue.source is source}
+        if not (its_queues and (speed := source.reads.speed.current)):
+            return 0.0
+        nbytes, left = 0, len(its_queues)
+        for queue in source.queues:  # all queues up to its last one are read first
+            if queue in its_queues:
+                left -= 1
+            elif queue.blocked is not None:  # passed over
+                continue
+            nbytes += (len(queue.fills) + queue.under_way) * queue.group.block_bytes
+            if not left:
+                behind_last_awaited = takewhile(lambda fill: fill not in awaited, reversed(queue.fills))
+                nbytes -= sum(1 for _ in behind_last_awaited) * queue.group.block_bytes
+                break
+        # A queue that is blocked is expected to stay so as long again as so far.
+        now = self._clock()
+        blocked_s = max((now - queue.blocked.since for queue in its_queues if queue.blocked), default=0.0)
+        return nbytes / speed + blocked_s
+
+    # --- space -----------------------------------------------------------------------------------
+
+    def reserve(self, queue: FillQueue) -> bool:
+        """Reserve pool space for all queues of a prompt, and return whether this one has its; else it is blocked.
+
+        Nothing is reserved for a prefetch, whose blocks nobody pins: it may begin while there is space for a block.
+        """
+        if queue.is_reserved:
+            return True
+        leasable = self._cache.leases.leasable_bytes
+        if queue.session == NO_SESSION:
+            if queue.group.block_bytes <= leasable:
+                return True
+        else:
+            together = [one for one in queue.prompt.queues if not one.is_reserved]
+            if self._fits(queue, together, leasable):
+                for one in together:
+                    one.is_reserved, one.blocked = True, None
+                    self._count_reserved(one.source, one.queued_bytes)
+                return True
+        self.block(queue, NotRead.NO_SPACE)
+        return False
+
+    def _fits(self, queue: FillQueue, together: Sequence[FillQueue], leasable: int) -> bool:
+        """Return whether leases may pin all blocks of a queue and of those that get space together with it.
+
+        What a store is being asked for, for the same prompt, needs space too. It counts within the queue's patience
+        only: the engine may never look it up again. Once it does not count, the prompt may use what other sources have
+        reserved and will not have filled by the time that it is read and loaded.
+        """
+        if leasable >= self._cache.leases.most_bytes:  # all there is: to wait would give no more
+            return True
+        lease, patience_s = queue.prompt.lease, queue.source.patience_s
+        waited_s = self._clock() - queue.blocked.since if queue.blocked else 0.0
+        asked_bytes = lease.asking_bytes if lease.active and waited_s < patience_s else 0
+        nbytes = sum([one.queued_bytes for one in together]) + asked_bytes
+        if nbytes > leasable and not asked_bytes:
+            read_s = max(one.queued_bytes / (one.source.reads.speed.current or inf) for one in together)
+            others = [one for one in self._sources if one is not queue.source]
+            leasable += sum([_unfilled_after(one, patience_s + read_s) for one in others])
+        return nbytes <= leasable
+
+    def _count_reserved(self, source: PromotionSource, nbytes: int) -> None:
+        source.reserved_bytes += nbytes
+        self._cache.leases.withheld_bytes += nbytes
+
+    def block(self, queue: FillQueue, reason: NotRead) -> None:
+        """Record why a queue cannot begin now. The time since which it cannot stays."""
+        queue.blocked = Blocked(reason, queue.blocked.since if queue.blocked else self._clock())
+
+    def count(self, queue: FillQueue, *, queued: int = 0, under_way: int = 0) -> None:
+        """Add to the numbers of a queue's blocks that wait and that are under way, and to what follows from them. Drop
+        a queue that has none left."""
+        source = queue.source
+        source.queued_blocks += queued
+        source.queued_by[queue.session] += queued
+        if not source.queued_by[queue.session]:
+            del source.queued_by[queue.session]
+        queue.under_way += under_way
+        if queue.is_reserved:
+            self._count_reserved(source, (queued + under_way) * queue.group.block_bytes)
+        if not (queue.fills or queue.under_way):
+            source.queues.pop(queue, None)
+            if queue in queue.prompt.queues:
+                queue.prompt.queues.remove(queue)
+
+    # --- ends ------------------------------------------------------------------------------------
+
+    def fail(self, fill: Fill, reason: Result | NotRead) -> None:
+        """Settle a fill that failed, and record the reason for its key. One that was settled is only counted."""
+        source = fill.queue.source
+        source.failures[reason.value] += 1
+        if fill.is_settled:
+            return
+        miss = MISSES.get(reason, MissReason.TIER_FAILED)
+        if miss is MissReason.TIER_FAILED:
+            source.failed_at = self._clock()
+        self.settle(fill, miss)
+        self._cache.blocks.record_misses(fill.queue.group, fill.key, miss)
+
+    def settle(self, fill: Fill, reason: int) -> None:
+        """Count the key once for all lookups that asked for it, have none wait for it any more, and take it out of its
+        queue. If it is being read, as when its key is removed, the end of the read frees its slots and changes nothing
+        else. Does nothing for a fill that was settled before.
+
+        Args:
+            reason: CAME or IN_A_TIER, which count as found, or a ``MissReason``.
+        """
+        if fill.is_settled:
+            return
+        queue, fill.is_settled = fill.queue, True
+        askers, fill.askers = fill.askers, []
+        for asked, position in askers:
+            asked.set(position, bytes([reason]))
+        if reason in (CAME, IN_A_TIER):
+            counters = queue.group.namespace.counters
+            if queue.source.shared:
+                counters.found_shared += len(askers)
+            else:
+                counters.found_disk += len(askers)
+        if fill in queue.fills:
+            del queue.fills[fill]
+            self.count(queue, queued=-1)
+        for lease in fill.leases:
+            lease.coming -= 1
+        fills = self.unsettled.get(queue.block_group.tag, {})
+        if fills.get(fill.key) is fill:  # another one may have its key by now
+            del fills[fill.key]
+            if not fills:
+                del self.unsettled[queue.block_group.tag]
+
+    def lease_ended(self, lease: Lease) -> None:
+        """Stop what was to come up for this lease alone, and have what has come up get its place in the order of
+        eviction: see ``TierHooks``."""
+        if (awaited := self.awaited.pop(lease, None)) is None:
+            return  # as most: thousands may end in one turn of the loop
+        unawaited: dict[FillQueue, None] = {}
+        chains: dict[Group, dict[bytes, None]] = {}
+        """Keys that may have come up, each behind the key before it."""
+        for fill, key_before in awaited.items():
+            del fill.leases[lease]
+            if fill.is_settled:
+                keys = chains.setdefault(fill.queue.group, {})
+                keys[key_before] = keys[fill.key] = None
+            elif not (fill.leases or fill.ticket):
+                unawaited[fill.queue] = None
+        for queue in unawaited:
+            for fill in [fill for fill in queue.fills if not fill.leases]:
+                self.settle(fill, IN_A_TIER)  # the engine reports why it is not loaded
+        for group, keys in chains.items():  # they came one by one, mostly the root first, which would be evicted first
+            self._cache.stores.order_chain(group, b"".join(keys))
+
+    def remove(self, tag: int, keys: Sequence[bytes], why: MissReason) -> None:
+        """Settle the fills of keys that are removed. ``tag``: their group's."""
+        fills = self.unsettled.get(tag, {})
+        for fill in [fills[key] for key in keys if key in fills]:
+            self.settle(fill, why)
+
+    def cancel(self, namespace: Namespace) -> None:
+        """Settle all fills of a namespace that was reset or forgotten: see ``TierHooks.cancel_promotions``."""
+        for fills in list(self.unsettled.values()):
+            for fill in list(fills.values()):
+                if fill.queue.group.namespace is not namespace:
+                    break  # all keys of a tag belong to one namespace
+                self.settle(fill, MissReason.INVALIDATED)
+
+
+def _unfilled_after(source: PromotionSource, seconds: float) -> int:
+    """Return the bytes reserved for a source that are not filled after this time, if blocks come at all."""
+    if not (source.reserved_bytes and (speed := source.reads.speed.current)):
+        return 0
+    return max(0, source.reserved_bytes - int(speed * seconds))
