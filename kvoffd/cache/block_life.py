@@ -392,8 +392,6 @@ class BlockLife:
 
     def since_reset(self, group: Group, keys: bytes, found: FoundKeys) -> FoundKeys:
         """Return a lookup's result with INVALIDATED for absent keys that only predecessors of the group know."""
-        if not group.predecessors:
-            return found
         return found._replace(reasons=self._reasons_since_reset(group, keys, found.reasons))
 
     def _reasons_since_reset(self, group: Group, keys: bytes, reasons: bytes) -> bytes:

@@ -147,11 +147,6 @@ class FoundKeys(NamedTuple):
         return self._replace(states=states, reasons=reasons.tobytes())
 
 
-def ready_of(found: Sequence[FoundKeys]) -> BlockIds:
-    """Return the blocks of the READY keys of all groups."""
-    return found[0].ready if len(found) == 1 else np.concatenate([NO_BLOCKS, *[each.ready for each in found]])
-
-
 class BlockTable(Structure):
     """Arrays by slot number, and the index. Not thread-safe. It is the ``struct blocks`` of blocks.h.
 

@@ -17,13 +17,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import compress, islice
+from typing import NamedTuple
 
 import numpy as np
 import numpy.ma  # otherwise the loop's first np.unique or np.isin imports it, in 20 ms or more
 
 from kvoffd.cache.asked_keys import AskedKeys
 from kvoffd.cache.block_life import BlockLife
-from kvoffd.cache.block_table import FREE, NO_BLOCKS, READY, BlockTable, FoundKeys
+from kvoffd.cache.block_table import FREE, READY, BlockTable, FoundKeys
 from kvoffd.cache.hooks import CacheListener, TierHooks
 from kvoffd.cache.integrity import Integrity
 from kvoffd.cache.leases import Leases
@@ -48,6 +49,15 @@ LISTED_SLOTS = 1 << 20
 """Slots that a page of a listing looks at, which takes about a millisecond."""
 
 
+class LookupResult(NamedTuple):
+    """Answer to a lookup."""
+
+    states: list[bytes]
+    """[groups] state of each key."""
+    lease: Lease | None
+    """The lease if it is active: a new one that pins nothing, and for which nothing comes up, is not."""
+
+
 class Cache:
     """Blocks of all namespaces in one pool. Not thread-safe.
 
@@ -56,7 +66,7 @@ class Cache:
     Args:
         partial_timeout_s: age at which partial blocks are dropped.
         leased_share: the most of the pool that all leases together may pin; see ``Leases``.
-        max_leased_keys: limit for one session.
+        max_leased_keys, max_leases: limits for one session.
 
     Attributes:
         quotas: limits of pool bytes, set by an operator, by fingerprint; the namespace need not be open.
@@ -74,6 +84,7 @@ class Cache:
         partial_timeout_s: float = 60.0,
         leased_share: float = 0.875,
         max_leased_keys: int = 1 << 20,
+        max_leases: int = 1 << 14,
     ) -> None:
         self.slots, self.table, self.policy = slots, table, policy
         slots.save_sizes_in(table.region_sizes)
@@ -82,7 +93,8 @@ class Cache:
         self.life = BlockLife(slots, self.blocks, policy, self.quotas, events, clock)
         self.order = self.life.order
         self.namespaces = OpenNamespaces(self.life, table, events)
-        self.leases = Leases(self.life, clock, lease_ttl_s, int(leased_share * slots.pool_bytes), max_leased_keys)
+        limits = int(leased_share * slots.pool_bytes), max_leased_keys, max_leases
+        self.leases = Leases(self.life, clock, lease_ttl_s, *limits)
         self.space = Space(self.life, self.quotas, clock)
         self.prompts = Prompts(self.life, clock)
         self.stores = BlockStores(self.life, self.space, policy, self.prompts)
@@ -104,8 +116,8 @@ class Cache:
         reported: bool = False,
         peer: str = "",
         giver: int = 0,
-    ) -> tuple[list[bytes], int]:
-        """Return the state of each key, and how many blocks the lease has. READY blocks are pinned under it.
+    ) -> LookupResult:
+        """Find keys, and pin the READY blocks under a lease, which is a new one if it is not active.
 
         Keys from a disk are PENDING, those from a store SHARED. If leases may not pin all blocks, each group's last
         READY keys are ABSENT.
@@ -118,13 +130,12 @@ class Cache:
 
         Raises:
             BadGeometry, BadKeys
-            UnknownLease: the lease belongs to another session or namespace.
+            UnknownLease, KvoffdError (TOO_MANY): see ``Leases.open``.
         """
-        lease = self.leases.find(session, lease_id, namespace)
+        lease = self.leases.open(session, lease_id, namespace)
         for index, keys in groups:
             namespace.check(index, keys)
-        if is_new := lease is None:
-            lease = Lease(lease_id, session, namespace, self._clock() + self.leases.ttl_s, NO_BLOCKS)
+        if is_new := not lease.active:
             lease.counts_at_end = not (again or reported)
         else:
             lease.ask_again()
@@ -141,7 +152,9 @@ class Cache:
             self.blocks.last_prompt += 1
             for at, (index, keys) in enumerate(groups):
                 group = namespace.groups[index]
-                found[at] = of_group = self.life.since_reset(group, keys, found[at])
+                if group.predecessors:
+                    found[at] = self.life.since_reset(group, keys, found[at])
+                of_group = found[at]
                 self.blocks.prompt[of_group.ready] = self.blocks.last_prompt
                 self.order.asked(group, keys, of_group.states, of_group.ready, giver)
             if self.life.tiers is not None:
@@ -153,7 +166,7 @@ class Cache:
         found = self.leases.give(lease, found, pinned_before, is_new=is_new)
         if asked is not None:
             self.prompts.looked_up(lease, groups, found, asked, reported=reported)
-        return [of_group.states for of_group in found], len(lease.blocks)
+        return LookupResult([of_group.states for of_group in found], lease if lease.active else None)
 
     def _find_below(
         self,

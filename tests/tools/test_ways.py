@@ -7,7 +7,7 @@ import pytest
 from tests.tools.ways import WAYS, go
 
 MOST = {
-    "lookup": (27, 19),
+    "lookup": (26, 15),
     "store": (42, 31),
     "store-end": (19, 13),
     "load": (16, 11),
