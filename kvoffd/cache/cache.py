@@ -97,7 +97,7 @@ class Cache:
         self.leases = Leases(self.life, clock, lease_ttl_s, *limits)
         self.space = Space(self.life, self.quotas, clock)
         self.prompts = Prompts(self.life, clock)
-        self.stores = BlockStores(self.life, self.space, policy, self.prompts)
+        self.stores = BlockStores(self.life, self.space, policy)
         self.integrity = Integrity(self.life, table)
         self._prefetches = Prefetches(self.life, clock, lease_ttl_s)
         self._events, self._clock, self._partial_timeout_s = events, clock, partial_timeout_s

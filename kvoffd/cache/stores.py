@@ -16,7 +16,6 @@ from kvoffd.cache.block_table import FREE, NO_BLOCK, NO_BLOCKS, READY, WRITING, 
 from kvoffd.cache.hooks import NO_TOKENS, BlockTokens
 from kvoffd.cache.namespace import Group, MissReason, Namespace
 from kvoffd.cache.policy import REJECTED, Policy
-from kvoffd.cache.prompts import Prompts
 from kvoffd.cache.space import Space
 from kvoffd.cache.tickets import FillTicket, StorePart, StoreTicket
 from kvoffd.cache.victims import ANY_PROMPT
@@ -50,9 +49,9 @@ class BlockStores:
     which of these there is space (``Space.take``).
     """
 
-    def __init__(self, life: BlockLife, space: Space, policy: Policy, prompts: Prompts) -> None:
-        self._life, self._blocks, self._order, self._space = life, life.blocks, life.order, space
-        self._policy, self._prompts = policy, prompts
+    def __init__(self, life: BlockLife, space: Space, policy: Policy) -> None:
+        self._life, self._blocks, self._order = life, life.blocks, life.order
+        self._space, self._policy = space, policy
 
     def begin(self, namespace: Namespace, rank: int, parts: Sequence[StorePart], sole: int = 0) -> list[StoreTicket]:
         """Allocate slots for the missing blocks, evicting if needed. Returns a ticket for each part.
@@ -67,10 +66,7 @@ class BlockStores:
         try:
             try:
                 for part, prompts in zip(parts, self._prompts_of(namespace, parts), strict=True):
-                    group = namespace.groups[part.group]
-                    if rank == 0 and not namespace.of_bench:
-                        self._prompts.offered(group, part.keys)
-                    offer = self._compare(group, rank, part, prompts, sole)
+                    offer = self._compare(namespace.groups[part.group], rank, part, prompts, sole)
                     if offer.existing.size:  # no other part of this store may evict them
                         self._blocks.pin(offer.existing)
                     offers.append(offer)

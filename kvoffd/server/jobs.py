@@ -451,6 +451,7 @@ class Jobs:
         stores, loads, log = message.stores, message.loads, session.completions
         log.acknowledge(message.acknowledged)
         registration = session.registrations[message.registration_id]
+        namespace = registration.namespace
         load_parts = checked_parts(registration, loads, storing=False)
         store_parts = checked_parts(registration, stores, storing=True)
         ids = [*stores.job_ids, *loads.job_ids]
@@ -499,11 +500,13 @@ class Jobs:
                 load.begin(cache, pool, verify=verify)
             if stores.job_ids:
                 batch = StoreBatch(stores.job_ids, session, registration, accepted_at, store_parts, message.sole)
-                if registration.rank == 0 and not registration.namespace.of_bench:
-                    first = store_parts[0]  # one group suffices: the others have the same tokens
-                    self._branch_points.offered(registration.namespace, first.keys, first.parents, first.token_ids)
                 begun.append(batch)
                 batch.begin(cache, pool)
+                if registration.rank == 0 and not namespace.of_bench:  # once: all ranks offer the same
+                    for part in store_parts:
+                        cache.prompts.offered(namespace.groups[part.group], part.packed_keys)
+                    first = store_parts[0]  # one group suffices: the others have the same tokens
+                    self._branch_points.offered(namespace, first.keys, first.parents, first.token_ids)
         except BaseException:
             for job in begun:
                 job.abort(cache)

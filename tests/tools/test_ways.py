@@ -8,7 +8,7 @@ from tests.tools.ways import WAYS, go
 
 MOST = {
     "lookup": (26, 15),
-    "store": (42, 31),
+    "store": (42, 29),
     "store-end": (19, 13),
     "load": (16, 11),
     "load-end": (22, 15),
