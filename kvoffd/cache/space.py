@@ -61,14 +61,12 @@ class Space:
                         break
                     if self._life.partial and self._drop_partial(wanted):
                         continue
-                    victims = self.victims.next_if_all_of(group, wanted, below, older_than)
-                    if victims is None:
-                        victims = self.victims.for_space(group, wanted, below, older_than)
-                        self._life.evict(victims)
-                        if victims.size:
-                            continue
+                    victims, same_group = self.victims.choose(group, wanted, below, older_than)
                     if not victims.size:
                         break
+                    if not same_group:
+                        self._life.evict(victims)
+                        continue
                     count = min(count, made + len(victims))  # if they are fewer, nothing else can be evicted
                     slots = self._life.replace(group, victims, left)
                 has_swept = False

@@ -59,7 +59,7 @@ def test_a_store_that_fails_inside_leaves_nothing() -> None:
     def fail(*given: object) -> bool:
         raise ZeroDivisionError
 
-    rig.cache.space.victims.next_if_all_of = fail  # type: ignore[method-assign]
+    rig.cache.space.victims.choose = fail  # type: ignore[method-assign]
     with pytest.raises(ZeroDivisionError):
         rig.cache.stores.begin(namespace, 0, [StorePart(0, keys_of(1)), StorePart(1, keys_of(*range(9)))])
     assert rig.cache.life.usage.free == rig.slots.pool_bytes
