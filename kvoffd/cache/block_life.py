@@ -286,15 +286,17 @@ class BlockLife:
                 group.namespace.counters.partial_blocks += len(members)
             self.drop(members, MissReason.PARTIAL)
 
-    def retire(self, group: Group) -> None:
+    def retire(self, group: Group) -> int:
         """Stop using a group, which its namespace has replaced or left: count its blocks as DROPPED, and leave them to
-        ``sweep``."""
+        ``sweep``. Returns how many blocks were in the index."""
         group.retired = True
-        if group.by_state.blocks[WRITING] or group.by_state.blocks[READY]:
+        if dropped := int(group.by_state.blocks[WRITING] + group.by_state.blocks[READY]):
             self.unswept[group.number] = group
+            group.namespace.counters.invalidated_blocks += dropped
         self.blocks.retire(group)
         if not group.by_state.blocks[DROPPED]:
             del self.blocks.groups[group.number]
+        return dropped
 
     def sweep(self, groups: Iterable[Group], count: int) -> int:
         """Take up to ``count`` blocks of retired groups out of the index. Returns how many."""

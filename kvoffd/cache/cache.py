@@ -271,10 +271,7 @@ class Cache:
         """
         dropped = 0
         for namespace in namespaces:
-            found = namespace.indexed_blocks
-            namespace.counters.invalidated_blocks += found
-            dropped += found
-            self.namespaces.renumber(namespace)
+            dropped += self.namespaces.renumber(namespace)
             if generation is not None:
                 namespace.generation = generation
             self.leases.end_namespace(namespace)

@@ -12,7 +12,7 @@ MOST = {
     "store-end": (19, 13),
     "load": (16, 11),
     "load-end": (22, 15),
-    "reset": (37, 23),
+    "reset": (36, 22),
     "disk-write": (69, 45),
     "promotion": (102, 75),
     "redis-promotion": (160, 114),
