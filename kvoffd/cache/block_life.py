@@ -64,6 +64,7 @@ from kvoffd.cache.block_table import (
     WRITING_SHARD,
     BlockIds,
     BlockTable,
+    EndedSlots,
     FoundKeys,
     Offsets,
     select_keys,
@@ -325,14 +326,14 @@ class BlockLife:
         """Take blocks of one state out of index and policy, and return the slots of those that are not in use."""
         if not blocks.size:
             return
-        packed_keys, slots, corrupt = self.blocks.drop(group, blocks, reason or 0)
+        packed_keys, ended = self.blocks.drop(group, blocks, reason or 0)
         if group.retired and group.namespace.groups:
             self._record_reset(group.namespace.groups[group.index], packed_keys)
         if state == READY:
             self._report_removed(group, blocks, packed_keys)
         self._pop_all(self.partial, blocks)
         self._pop_all(self._sole_of, blocks)
-        self._return_slots(group, slots, corrupt)
+        self._return_slots(group, ended)
 
     def _report_removed(self, group: Group, blocks: BlockIds, packed_keys: bytes) -> None:
         """Report to policy and listener that READY blocks are gone."""
@@ -349,11 +350,12 @@ class BlockLife:
     def _return_dropped(self, blocks: BlockIds) -> None:
         """Return the slots of DROPPED blocks that are not in use."""
         for group, members in self.blocks.by_group(blocks):
-            self._return_slots(group, *self.blocks.end_dropped(group, members))
+            self._return_slots(group, self.blocks.end_dropped(group, members))
 
-    def _return_slots(self, group: Group, slots: SlotIds, corrupt: int) -> None:
+    def _return_slots(self, group: Group, ended: EndedSlots) -> None:
         """Return the slots of ended blocks of a group, and forget it if it was retired and they were its last."""
-        if corrupt:  # they stay allocated, so that nobody else gets them
+        slots = ended.slots
+        if ended.corrupt:  # they stay allocated, so that nobody else gets them
             bad = self.blocks.shard[slots] != 0  # CORRUPT is the only mark that an ended block's slots may have
             self._quarantine(slots[bad])
             slots = slots[~bad]

@@ -36,7 +36,7 @@ from kvoffd.cache.prompts import Prompts
 from kvoffd.cache.space import Space
 from kvoffd.cache.stores import BlockStores
 from kvoffd.cache.tickets import Lease, LoadTicket
-from kvoffd.errors import NotReady, UnknownLease
+from kvoffd.errors import UnknownLease
 from kvoffd.pool.allocator import SlotAllocator
 from kvoffd.pool.slot_table import SlotTable
 from kvoffd_proto.messages import HintAction, KeyState
@@ -56,6 +56,25 @@ class LookupResult(NamedTuple):
     """[groups] state of each key."""
     lease: Lease | None
     """The lease if it is active: a new one that pins nothing, and for which nothing comes up, is not."""
+
+
+class BlockFacts(NamedTuple):
+    """What operators see of a block."""
+
+    state: KeyState
+    """State in the pool."""
+    first_block: int = 0
+    """First engine block that is stored; 0 if it is not READY."""
+    checksums: bytes = b""
+    """Checksums of its shards, 8 bytes each, big-endian; empty if it is not READY."""
+
+
+class BlocksPage(NamedTuple):
+    """A page of a listing."""
+
+    keys: bytes
+    next_position: int
+    """Where the next page begins; 0 at the end."""
 
 
 class Cache:
@@ -201,10 +220,8 @@ class Cache:
         if lease is None or lease.namespace is not namespace:
             raise UnknownLease(f"The lease {lease_id} is unknown, ended or of another namespace; look up again.")
         group, size = namespace.groups[group_index], namespace.key_bytes
-        found = self.blocks.begin_load(self.slots, group, keys, rank, first_block)
-        if isinstance(found, list):
-            raise NotReady(group_index, found)
-        return LoadTicket(rank, lease, group, keys[:size], *found)
+        pinned = self.blocks.begin_load(self.slots, group, keys, rank, first_block)
+        return LoadTicket(rank, lease, group, keys[:size], *pinned)
 
     def end_load(self, tickets: Sequence[LoadTicket], *, is_success: bool = False, ends_lease: bool = False) -> None:
         """End the tickets of one job. ``ends_lease``: end the lease too, once every rank's job has asked for it.
@@ -333,23 +350,21 @@ class Cache:
 
     # --- facts ----------------------------------------------------------------------------------
 
-    def describe_block(self, namespace: Namespace, group: int, key: bytes) -> tuple[KeyState, int, bytes]:
-        """Return a block's state in the pool and, if it is READY, its first stored engine block and the checksums of
-        its shards, 8 bytes each, big-endian. Nothing is counted.
-
-        A key of another length than the namespace's has no block. Raises BadGeometry.
-        """
+    def describe_block(self, namespace: Namespace, group: int, key: bytes) -> BlockFacts:
+        """Describe a key's block. Nothing is counted. A key of another length than the namespace's has none. Raises
+        BadGeometry."""
         known = namespace.group(group)
         if len(key) != namespace.key_bytes:
-            return KeyState.ABSENT, 0, b""
+            return BlockFacts(KeyState.ABSENT)
         states, blocks = self.blocks.find(known, key)
         if states[0] != READY:
-            return KeyState.ABSENT if states[0] == FREE else KeyState.WRITING, 0, b""
+            return BlockFacts(KeyState.ABSENT if states[0] == FREE else KeyState.WRITING)
         records = self.table.records[self.blocks.slots(blocks, len(known.sizes))[0]]
-        return KeyState.READY, int(records["first_block"].max()), records["checksum"].astype(">u8").tobytes()
+        checksums = records["checksum"].astype(">u8").tobytes()
+        return BlockFacts(KeyState.READY, int(records["first_block"].max()), checksums)
 
-    def list_blocks(self, namespace: Namespace, group: int, position: int, limit: int) -> tuple[bytes, int]:
-        """Return keys of READY blocks of a group, and the next position; 0 at the end.
+    def list_blocks(self, namespace: Namespace, group: int, position: int, limit: int) -> BlocksPage:
+        """Return keys of READY blocks of a group.
 
         Looks at LISTED_SLOTS slots from ``position`` on, which is 0 at first. A block that exists from the first page
         to the last is on exactly one. Raises BadGeometry.
@@ -360,7 +375,8 @@ class Cache:
         blocks = (np.flatnonzero(ready) + position).astype(np.uint32)
         if len(blocks) > limit:
             blocks, following = blocks[:limit], int(blocks[limit])
-        return self.blocks.keys(blocks, namespace.key_bytes), following if following < len(self.blocks.state) else 0
+        keys = self.blocks.keys(blocks, namespace.key_bytes)
+        return BlocksPage(keys, following if following < len(self.blocks.state) else 0)
 
 
 def _count_load(ticket: LoadTicket) -> None:

@@ -41,6 +41,15 @@ class _Offer(NamedTuple):
     """Blocks of the other keys."""
 
 
+class _Run(NamedTuple):
+    """Absent keys that follow one another and have one score: indices of the first, and behind the last."""
+
+    begin: int
+    end: int
+    score: float
+    """See ``Admission.runs``."""
+
+
 class BlockStores:
     """Begins and ends stores and fills. End each ticket exactly once, after the last byte of its copy has moved.
 
@@ -187,7 +196,7 @@ class BlockStores:
         What got too little even so limits the rest: a run with the same or a lower score, of the same or older prompts,
         may evict no more, and gets nothing.
         """
-        ticket, absent, prompts, _ = offer
+        ticket, absent, prompts = offer.ticket, offer.absent, offer.prompts
         if not prompts.all():  # keys behind one without a block would never be found
             ticket.no_space += [index for index, prompt in zip(absent, prompts.tolist(), strict=True) if not prompt]
             absent, prompts = np.array(absent)[prompts != 0].tolist(), prompts[prompts != 0]
@@ -217,8 +226,8 @@ class BlockStores:
                     continue
                 begin, changes = made, made + 1 + np.flatnonzero(np.diff(prompts[made:end]))
                 if len(changes) or prompts[made] > oldest:
-                    by_prompt = [(first, last, score) for first, last in pairwise([made, *changes.tolist(), end])]
-                    runs += sorted(by_prompt, key=lambda run: (int(prompts[run[0]]), -run[0]))
+                    by_prompt = [_Run(first, last, score) for first, last in pairwise([made, *changes.tolist(), end])]
+                    runs += sorted(by_prompt, key=lambda run: (int(prompts[run.begin]), -run.begin))
                     continue
                 limit_score, limit_prompt = below, oldest
             # What only its score kept out is rejected: others could be evicted for it, which a later run may take.
@@ -227,20 +236,17 @@ class BlockStores:
                 may_evict = self._space.victims.are_evictable(newest)
             (ticket.rejected if is_limited and may_evict else ticket.no_space).extend(absent[begin:end])
 
-    def _runs_of(
-        self, group: Group, part: StorePart, keys: bytes, absent: Sequence[int]
-    ) -> tuple[list[tuple[int, int, float]], float]:
-        """Return the absent keys as runs, each with its begin, its end and its score, the last run first; and the score
-        up to which none gets space."""
+    def _runs_of(self, group: Group, part: StorePart, keys: bytes, absent: Sequence[int]) -> tuple[list[_Run], float]:
+        """Return the absent keys as runs, the last one first, and the score up to which none gets space."""
         if part.starts is None or not group.sizes or group.namespace.of_bench:
-            return [(0, len(absent), inf)], -inf
+            return [_Run(0, len(absent), inf)], -inf
         starts = list(part.starts)
         if len(starts) > 1:  # indices of all keys become those of the absent ones
             starts = sorted({*np.searchsorted(absent, starts).tolist()})
         admission, slots = self._order.admit(group, keys, starts), self._life.slots
-        runs, end = list[tuple[int, int, float]](), 0
+        runs, end = list[_Run](), 0
         for count, score in admission.runs:
-            runs.append((end, end + count, score))
+            runs.append(_Run(end, end + count, score))
             end += count
         is_full = slots.free_bytes < group.block_bytes and not self._life.unswept and not self._life.partial
         return runs[::-1], admission.lowest if is_full else -inf
