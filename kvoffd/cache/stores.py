@@ -224,10 +224,9 @@ class BlockStores:
                 ticket.copy += absent[begin:made]
                 if made == end:
                     continue
-                begin, changes = made, made + 1 + np.flatnonzero(np.diff(prompts[made:end]))
-                if len(changes) or prompts[made] > oldest:
-                    by_prompt = [_Run(first, last, score) for first, last in pairwise([made, *changes.tolist(), end])]
-                    runs += sorted(by_prompt, key=lambda run: (int(prompts[run.begin]), -run.begin))
+                begin = made
+                if (prompts[begin:end] > oldest).any():  # by themselves these may evict more
+                    runs += _by_prompt(_Run(begin, end, score), prompts)
                     continue
                 limit_score, limit_prompt = below, oldest
             # What only its score kept out is rejected: others could be evicted for it, which a later run may take.
@@ -359,3 +358,10 @@ class BlockStores:
         for first in (1, 0):
             if len(ready) > first + 1:
                 self._order.follow(int(ready[first]), ready[first + 1 :])
+
+
+def _by_prompt(run: _Run, prompts: PromptNumbers) -> list[_Run]:
+    """Divide a run by its keys' prompts: those of the newest last, and of each prompt the first keys last."""
+    changes = run.begin + 1 + np.flatnonzero(np.diff(prompts[run.begin : run.end]))
+    parts = [_Run(begin, end, run.score) for begin, end in pairwise([run.begin, *changes.tolist(), run.end])]
+    return sorted(parts, key=lambda part: (int(prompts[part.begin]), -part.begin))
