@@ -224,16 +224,12 @@ class Cache:
         return LoadTicket(rank, lease, group, keys[:size], *pinned)
 
     def end_load(self, tickets: Sequence[LoadTicket], *, is_success: bool = False, ends_lease: bool = False) -> None:
-        """End the tickets of one job. ``ends_lease``: end the lease too, once every rank's job has asked for it.
-
-        If it ``is_success``, count the loaded keys and tokens, once all ranks have loaded them. A lease's tokens are
-        those of its largest group: with a sliding window, fewer blocks stand for as many tokens.
-        """
+        """End the tickets of one job. ``ends_lease``: end the lease too, once every rank's job has asked for it."""
         for ticket in tickets:
             if is_success and ticket.blocks.size:
                 if self.life.tiers is not None:
                     self.prompts.loaded(ticket, self.life.tiers.loaded(ticket))
-                _count_load(ticket)
+                ticket.lease.count_load(ticket)
             self.life.unpin(ticket.blocks)
         if tickets and ends_lease and (lease := tickets[0].lease).active:
             lease.ranks_done.add(tickets[0].rank)
@@ -377,17 +373,3 @@ class Cache:
             blocks, following = blocks[:limit], int(blocks[limit])
         keys = self.blocks.keys(blocks, namespace.key_bytes)
         return BlocksPage(keys, following if following < len(self.blocks.state) else 0)
-
-
-def _count_load(ticket: LoadTicket) -> None:
-    """Count a rank's load, once all ranks have loaded the same."""
-    lease, group = ticket.lease, ticket.group.index
-    ranks = lease.ranks_loaded.setdefault((group, ticket.first_key), set())
-    if ticket.rank in ranks:  # loaded again
-        return
-    ranks.add(ticket.rank)
-    if len(ranks) == lease.namespace.world_size:
-        counted = max(lease.loaded_tokens.values(), default=0)
-        lease.loaded_tokens[group] = lease.loaded_tokens.get(group, 0) + ticket.tokens
-        lease.namespace.counters.loaded_keys += len(ticket.blocks)
-        lease.namespace.counters.count_loaded(max(0, lease.loaded_tokens[group] - counted))
