@@ -76,6 +76,8 @@ from kvoffd.cache.policy import Policy
 from kvoffd.cache.tickets import PoolUsage
 from kvoffd.pool.allocator import SlotAllocator, SlotIds
 
+ABANDONED_S = 10.0
+"""Age from which a partial block to which only some stores add shards is dropped for another store of its key."""
 RECOVERED_AT_ONCE = 4096
 """Recovered blocks entered together, by group. Small, so that the order of use stays about right."""
 NO_REASON = MissReason.UNKNOWN, MissReason.FORGOTTEN
@@ -169,13 +171,16 @@ class BlockLife:
             return []
         return [block for block in blocks.tolist() if self._sole_of.get(block, 0) != sole]
 
-    def abandoned_by_others(self, blocks: BlockIds, sole: int, until: float) -> list[int]:
-        """Return those of some blocks that have the number of another store than ``sole``, and that nobody has been
-        writing since ``until`` or longer."""
+    def drop_abandoned(self, blocks: BlockIds, sole: int) -> bool:
+        """Drop those of some blocks to which only stores with another number than ``sole`` may add shards, and that
+        have been partial for ABANDONED_S: these stores may be gone. Returns whether there are any."""
         if not self._sole_of:
-            return []
+            return False
         others = dict.fromkeys(block for block in blocks.tolist() if self._sole_of.get(block, sole) != sole)
-        return [block for block in others if self.partial.get(block, inf) <= until]
+        until = self._clock() - ABANDONED_S
+        abandoned = [block for block in others if self.partial.get(block, inf) <= until]
+        self.drop_partial(abandoned)
+        return bool(abandoned)
 
     def publish(
         self,
@@ -412,8 +417,9 @@ class BlockLife:
     # --- bytes ----------------------------------------------------------------------------------
 
     def set_checksum(self, slot: int, checksum: int) -> None:
-        """Set the checksum of a shard that was published without one."""
+        """Set the checksum of a shard that was published without one: its bytes need no comparison then."""
         self.blocks.set_checksum(slot, checksum)
+        self.mark_verified(slot)
 
     def mark_verified(self, slot: int) -> None:
         """Note that a shard's bytes agree with its checksum."""

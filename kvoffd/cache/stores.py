@@ -53,9 +53,9 @@ class _Run(NamedTuple):
 class BlockStores:
     """Begins and ends stores and fills. End each ticket exactly once, after the last byte of its copy has moved.
 
-    A store asks, in this order: which keys lack this rank's shard (``BlockTable.judge``); of which prompts they are, so
-    that no prompt evicts its own beginning; which of the absent ones the policy wants (``HintedOrder.admit``); for
-    which of these there is space (``Space.take``).
+    A store asks, in this order: of which prompts its keys are (``_prompts_of``), so that none evicts its own beginning;
+    which keys lack this rank's shard (``BlockTable.judge``); which of the absent ones the policy wants
+    (``HintedOrder.admit``); for which of these there is space (``Space.take``).
     """
 
     def __init__(self, life: BlockLife, space: Space, policy: Policy) -> None:
@@ -103,7 +103,7 @@ class BlockStores:
             return _Offer(ticket, range(len(verdicts)), prompts, NO_BLOCKS)
         narrow = blocks[np.frombuffer(verdicts, np.uint8) == StoreVerdict.NARROW]
         self._drop_narrow(group, narrow)
-        if self._space.drop_abandoned(blocks, sole) or narrow.size:
+        if self._life.drop_abandoned(blocks, sole) or narrow.size:
             verdicts, blocks = self._blocks.judge(*offered)
         of_key = np.frombuffer(verdicts, np.uint8)
         absent, joined, duplicates = (
