@@ -64,6 +64,7 @@ from kvoffd.cache.block_table import (
     WRITING_SHARD,
     BlockIds,
     BlockTable,
+    EndedSlots,
     FoundKeys,
     Offsets,
     select_keys,
@@ -75,6 +76,8 @@ from kvoffd.cache.policy import Policy
 from kvoffd.cache.tickets import PoolUsage
 from kvoffd.pool.allocator import SlotAllocator, SlotIds
 
+ABANDONED_S = 10.0
+"""Age from which a partial block to which only some stores add shards is dropped for another store of its key."""
 RECOVERED_AT_ONCE = 4096
 """Recovered blocks entered together, by group. Small, so that the order of use stays about right."""
 NO_REASON = MissReason.UNKNOWN, MissReason.FORGOTTEN
@@ -168,13 +171,16 @@ class BlockLife:
             return []
         return [block for block in blocks.tolist() if self._sole_of.get(block, 0) != sole]
 
-    def abandoned_by_others(self, blocks: BlockIds, sole: int, until: float) -> list[int]:
-        """Return those of some blocks that have the number of another store than ``sole``, and that nobody has been
-        writing since ``until`` or longer."""
+    def drop_abandoned(self, blocks: BlockIds, sole: int) -> bool:
+        """Drop those of some blocks to which only stores with another number than ``sole`` may add shards, and that
+        have been partial for ABANDONED_S: these stores may be gone. Returns whether there are any."""
         if not self._sole_of:
-            return []
+            return False
         others = dict.fromkeys(block for block in blocks.tolist() if self._sole_of.get(block, sole) != sole)
-        return [block for block in others if self.partial.get(block, inf) <= until]
+        until = self._clock() - ABANDONED_S
+        abandoned = [block for block in others if self.partial.get(block, inf) <= until]
+        self.drop_partial(abandoned)
+        return bool(abandoned)
 
     def publish(
         self,
@@ -284,15 +290,17 @@ class BlockLife:
                 group.namespace.counters.partial_blocks += len(members)
             self.drop(members, MissReason.PARTIAL)
 
-    def retire(self, group: Group) -> None:
+    def retire(self, group: Group) -> int:
         """Stop using a group, which its namespace has replaced or left: count its blocks as DROPPED, and leave them to
-        ``sweep``."""
+        ``sweep``. Returns how many blocks were in the index."""
         group.retired = True
-        if group.by_state.blocks[WRITING] or group.by_state.blocks[READY]:
+        if dropped := int(group.by_state.blocks[WRITING] + group.by_state.blocks[READY]):
             self.unswept[group.number] = group
+            group.namespace.counters.invalidated_blocks += dropped
         self.blocks.retire(group)
         if not group.by_state.blocks[DROPPED]:
             del self.blocks.groups[group.number]
+        return dropped
 
     def sweep(self, groups: Iterable[Group], count: int) -> int:
         """Take up to ``count`` blocks of retired groups out of the index. Returns how many."""
@@ -321,14 +329,14 @@ class BlockLife:
         """Take blocks of one state out of index and policy, and return the slots of those that are not in use."""
         if not blocks.size:
             return
-        packed_keys, slots, corrupt = self.blocks.drop(group, blocks, reason or 0)
+        packed_keys, ended = self.blocks.drop(group, blocks, reason or 0)
         if group.retired and group.namespace.groups:
             self._record_reset(group.namespace.groups[group.index], packed_keys)
         if state == READY:
             self._report_removed(group, blocks, packed_keys)
         self._pop_all(self.partial, blocks)
         self._pop_all(self._sole_of, blocks)
-        self._return_slots(group, slots, corrupt)
+        self._return_slots(group, ended)
 
     def _report_removed(self, group: Group, blocks: BlockIds, packed_keys: bytes) -> None:
         """Report to policy and listener that READY blocks are gone."""
@@ -345,11 +353,12 @@ class BlockLife:
     def _return_dropped(self, blocks: BlockIds) -> None:
         """Return the slots of DROPPED blocks that are not in use."""
         for group, members in self.blocks.by_group(blocks):
-            self._return_slots(group, *self.blocks.end_dropped(group, members))
+            self._return_slots(group, self.blocks.end_dropped(group, members))
 
-    def _return_slots(self, group: Group, slots: SlotIds, corrupt: int) -> None:
+    def _return_slots(self, group: Group, ended: EndedSlots) -> None:
         """Return the slots of ended blocks of a group, and forget it if it was retired and they were its last."""
-        if corrupt:  # they stay allocated, so that nobody else gets them
+        slots = ended.slots
+        if ended.corrupt:  # they stay allocated, so that nobody else gets them
             bad = self.blocks.shard[slots] != 0  # CORRUPT is the only mark that an ended block's slots may have
             self._quarantine(slots[bad])
             slots = slots[~bad]
@@ -390,8 +399,6 @@ class BlockLife:
 
     def since_reset(self, group: Group, keys: bytes, found: FoundKeys) -> FoundKeys:
         """Return a lookup's result with INVALIDATED for absent keys that only predecessors of the group know."""
-        if not group.predecessors:
-            return found
         return found._replace(reasons=self._reasons_since_reset(group, keys, found.reasons))
 
     def _reasons_since_reset(self, group: Group, keys: bytes, reasons: bytes) -> bytes:
@@ -408,8 +415,9 @@ class BlockLife:
     # --- bytes ----------------------------------------------------------------------------------
 
     def set_checksum(self, slot: int, checksum: int) -> None:
-        """Set the checksum of a shard that was published without one."""
+        """Set the checksum of a shard that was published without one: its bytes need no comparison then."""
         self.blocks.set_checksum(slot, checksum)
+        self.mark_verified(slot)
 
     def mark_verified(self, slot: int) -> None:
         """Note that a shard's bytes agree with its checksum."""

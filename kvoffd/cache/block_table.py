@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from kvoffd.errors import NotReady
 from kvoffd.pool.allocator import SlotAllocator, SlotIds
 from kvoffd.pool.slot_table import BAD_RECORD, MAX_KEY_BYTES
 from kvoffd.system.native import (
@@ -147,9 +148,21 @@ class FoundKeys(NamedTuple):
         return self._replace(states=states, reasons=reasons.tobytes())
 
 
-def ready_of(found: Sequence[FoundKeys]) -> BlockIds:
-    """Return the blocks of the READY keys of all groups."""
-    return found[0].ready if len(found) == 1 else np.concatenate([NO_BLOCKS, *[each.ready for each in found]])
+class LoadedShards(NamedTuple):
+    """Shards of one rank that a load has pinned, in the order of its keys."""
+
+    blocks: BlockIds
+    slots: SlotIds
+    offsets: Offsets
+    """Pool offsets of the slots."""
+
+
+class EndedSlots(NamedTuple):
+    """Slots of blocks that have ended."""
+
+    slots: SlotIds
+    corrupt: int
+    """How many of them are CORRUPT."""
 
 
 class BlockTable(Structure):
@@ -291,18 +304,14 @@ class BlockTable(Structure):
         self._native.blocks_begin_writes(self.address, slots.address, packed(blocks), count, rank)
         return self._numbers[:count].copy(), self._offsets[:count].copy()
 
-    def begin_load(
-        self, slots: SlotAllocator, group: Group, keys: bytes, rank: int, first_block: int
-    ) -> tuple[BlockIds, SlotIds, Offsets] | list[int]:
-        """Pin blocks if a rank can read all its shards, the first from ``first_block``. Returns the blocks, the rank's
-        slots and their pool offsets; otherwise the indices of the keys that it cannot read."""
+    def begin_load(self, slots: SlotAllocator, group: Group, keys: bytes, rank: int, first_block: int) -> LoadedShards:
+        """Pin blocks if a rank can read all its shards, the first from ``first_block``. Raises NotReady with the
+        indices of the keys that it cannot read."""
         count = self._grow(len(keys) // group.key_bytes)
         offered = group.number, keys, count, group.key_bytes, rank, first_block
         if not self._native.blocks_begin_load(self.address, slots.address, *offered):
-            lacking: list[int] = np.flatnonzero(self._bytes[:count] == 0).tolist()
-            return lacking
-        blocks, of_rank = self._numbers[: 2 * count].reshape(2, count).copy()
-        return blocks, of_rank, self._offsets[:count].copy()
+            raise NotReady(group.index, np.flatnonzero(self._bytes[:count] == 0).tolist())
+        return LoadedShards(*self._numbers[: 2 * count].reshape(2, count).copy(), self._offsets[:count].copy())
 
     def publish(
         self,
@@ -382,7 +391,7 @@ class BlockTable(Structure):
             raise MemoryError
         return self._numbers[:found].copy(), bool(self._counts[0])
 
-    def drop(self, group: Group, blocks: BlockIds, reason: int = 0) -> tuple[bytes, SlotIds, int]:
+    def drop(self, group: Group, blocks: BlockIds, reason: int = 0) -> tuple[bytes, EndedSlots]:
         """Take blocks of a group out of the index, and remember ``reason`` if it is not 0. They become DROPPED, are not
         recovered by the next daemon, and end at once if they are not in use.
 
@@ -391,10 +400,10 @@ class BlockTable(Structure):
         self._grow(len(blocks) * len(group.sizes))
         dropped = self._native.blocks_drop(self.address, group.packed, packed(blocks), len(blocks), reason)
         assert dropped == len(blocks), "a block is not in the index"
-        return self._bytes[: len(blocks) * group.key_bytes].tobytes(), *self._ended()
+        return self._bytes[: len(blocks) * group.key_bytes].tobytes(), self._ended()
 
-    def end_dropped(self, group: Group, blocks: BlockIds) -> tuple[SlotIds, int]:
-        """End the DROPPED blocks of a group that are not in use. Returns their slots, and how many are CORRUPT.
+    def end_dropped(self, group: Group, blocks: BlockIds) -> EndedSlots:
+        """End the DROPPED blocks of a group that are not in use. Returns their slots.
 
         CORRUPT slots keep that mark, in their records too, and must not be used again.
         """
@@ -402,9 +411,9 @@ class BlockTable(Structure):
         self._native.blocks_end_dropped(self.address, group.packed, packed(blocks), len(blocks))
         return self._ended()
 
-    def _ended(self) -> tuple[SlotIds, int]:
+    def _ended(self) -> EndedSlots:
         slots, corrupt = self._counts
-        return self._numbers[:slots].copy(), corrupt
+        return EndedSlots(self._numbers[:slots].copy(), corrupt)
 
     def common_group(self, blocks: BlockIds, *, unpinned: bool = False) -> int:
         """Return the group number that all blocks have; 0 if they differ, or if one is pinned and ``unpinned``."""

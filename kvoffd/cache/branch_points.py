@@ -12,6 +12,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from typing import NamedTuple
 
 from kvoffd.cache.namespace import Namespace
 
@@ -45,6 +46,15 @@ class Branch:
     prompts: float = 0.0
     repeated_tokens: float = 0.0
     examples: deque[bytes] = field(default_factory=lambda: deque(maxlen=EXAMPLES))
+
+
+class Branches(NamedTuple):
+    """What is known of a namespace's prompts."""
+
+    seen_tokens: int
+    """Tokens of the blocks that were seen."""
+    points: list[Branch]
+    """The branch points, the one that costs most first."""
 
 
 @dataclass(slots=True, eq=False)
@@ -111,12 +121,11 @@ class BranchPoints:
         self._queue = deque(one for one in self._queue if one[0] is not namespace)
         self._queued_bytes = sum(len(tokens) for *_, tokens in self._queue)
 
-    def of(self, namespace: Namespace) -> tuple[int, list[Branch]]:
-        """Return the tokens of the blocks that were seen, and the branch points, the one that costs most first."""
+    def of(self, namespace: Namespace) -> Branches:
         if (prompts := self._of.get(namespace)) is None:
-            return 0, []
+            return Branches(0, [])
         points = sorted(prompts.points.values(), key=lambda point: -point.repeated_tokens)
-        return round(prompts.seen_tokens), [point for point in points if point.repeated_tokens]
+        return Branches(round(prompts.seen_tokens), [point for point in points if point.repeated_tokens])
 
 
 def _add(prompts: _Prompts, key: bytes, parent: bytes, tokens: bytes) -> None:

@@ -17,13 +17,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import compress, islice
+from typing import NamedTuple
 
 import numpy as np
 import numpy.ma  # otherwise the loop's first np.unique or np.isin imports it, in 20 ms or more
 
 from kvoffd.cache.asked_keys import AskedKeys
 from kvoffd.cache.block_life import BlockLife
-from kvoffd.cache.block_table import FREE, NO_BLOCKS, READY, BlockTable, FoundKeys
+from kvoffd.cache.block_table import FREE, READY, BlockTable, FoundKeys
 from kvoffd.cache.hooks import CacheListener, TierHooks
 from kvoffd.cache.integrity import Integrity
 from kvoffd.cache.leases import Leases
@@ -35,7 +36,7 @@ from kvoffd.cache.prompts import Prompts
 from kvoffd.cache.space import Space
 from kvoffd.cache.stores import BlockStores
 from kvoffd.cache.tickets import Lease, LoadTicket
-from kvoffd.errors import NotReady, UnknownLease
+from kvoffd.errors import UnknownLease
 from kvoffd.pool.allocator import SlotAllocator
 from kvoffd.pool.slot_table import SlotTable
 from kvoffd_proto.messages import HintAction, KeyState
@@ -48,6 +49,34 @@ LISTED_SLOTS = 1 << 20
 """Slots that a page of a listing looks at, which takes about a millisecond."""
 
 
+class LookupResult(NamedTuple):
+    """Answer to a lookup."""
+
+    states: list[bytes]
+    """[groups] state of each key."""
+    lease: Lease | None
+    """The lease if it is active: a new one that pins nothing, and for which nothing comes up, is not."""
+
+
+class BlockFacts(NamedTuple):
+    """What operators see of a block."""
+
+    state: KeyState
+    """State in the pool."""
+    first_block: int = 0
+    """First engine block that is stored; 0 if it is not READY."""
+    checksums: bytes = b""
+    """Checksums of its shards, 8 bytes each, big-endian; empty if it is not READY."""
+
+
+class BlocksPage(NamedTuple):
+    """A page of a listing."""
+
+    keys: bytes
+    next_position: int
+    """Where the next page begins; 0 at the end."""
+
+
 class Cache:
     """Blocks of all namespaces in one pool. Not thread-safe.
 
@@ -56,7 +85,7 @@ class Cache:
     Args:
         partial_timeout_s: age at which partial blocks are dropped.
         leased_share: the most of the pool that all leases together may pin; see ``Leases``.
-        max_leased_keys: limit for one session.
+        max_leased_keys, max_leases: limits for one session.
 
     Attributes:
         quotas: limits of pool bytes, set by an operator, by fingerprint; the namespace need not be open.
@@ -74,6 +103,7 @@ class Cache:
         partial_timeout_s: float = 60.0,
         leased_share: float = 0.875,
         max_leased_keys: int = 1 << 20,
+        max_leases: int = 1 << 14,
     ) -> None:
         self.slots, self.table, self.policy = slots, table, policy
         slots.save_sizes_in(table.region_sizes)
@@ -82,10 +112,11 @@ class Cache:
         self.life = BlockLife(slots, self.blocks, policy, self.quotas, events, clock)
         self.order = self.life.order
         self.namespaces = OpenNamespaces(self.life, table, events)
-        self.leases = Leases(self.life, clock, lease_ttl_s, int(leased_share * slots.pool_bytes), max_leased_keys)
+        limits = int(leased_share * slots.pool_bytes), max_leased_keys, max_leases
+        self.leases = Leases(self.life, clock, lease_ttl_s, *limits)
         self.space = Space(self.life, self.quotas, clock)
         self.prompts = Prompts(self.life, clock)
-        self.stores = BlockStores(self.life, self.space, policy, self.prompts)
+        self.stores = BlockStores(self.life, self.space, policy)
         self.integrity = Integrity(self.life, table)
         self._prefetches = Prefetches(self.life, clock, lease_ttl_s)
         self._events, self._clock, self._partial_timeout_s = events, clock, partial_timeout_s
@@ -106,8 +137,8 @@ class Cache:
         reported: bool = False,
         peer: str = "",
         giver: int = 0,
-    ) -> tuple[list[bytes], int]:
-        """Return the state of each key, and how many blocks the lease has. READY blocks are pinned under it.
+    ) -> LookupResult:
+        """Find keys, and pin the READY blocks under a lease, which is a new one if it is not active.
 
         Keys from a disk are PENDING, those from a store SHARED. If leases may not pin all blocks, each group's last
         READY keys are ABSENT.
@@ -120,13 +151,12 @@ class Cache:
 
         Raises:
             BadGeometry, BadKeys
-            UnknownLease: the lease belongs to another session or namespace.
+            UnknownLease, KvoffdError (TOO_MANY): see ``Leases.open``.
         """
-        lease = self.leases.find(session, lease_id, namespace)
+        lease = self.leases.open(session, lease_id, namespace)
         for index, keys in groups:
             namespace.check(index, keys)
-        if is_new := lease is None:
-            lease = Lease(lease_id, session, namespace, self._clock() + self.leases.ttl_s, NO_BLOCKS)
+        if is_new := not lease.active:
             lease.counts_at_end = not (again or reported)
         else:
             lease.ask_again()
@@ -143,7 +173,9 @@ class Cache:
             self.blocks.last_prompt += 1
             for at, (index, keys) in enumerate(groups):
                 group = namespace.groups[index]
-                found[at] = of_group = self.life.since_reset(group, keys, found[at])
+                if group.predecessors:
+                    found[at] = self.life.since_reset(group, keys, found[at])
+                of_group = found[at]
                 self.blocks.prompt[of_group.ready] = self.blocks.last_prompt
                 self.order.asked(group, keys, of_group.states, of_group.ready, giver)
             if self.life.tiers is not None:
@@ -155,7 +187,7 @@ class Cache:
         found = self.leases.give(lease, found, pinned_before, is_new=is_new)
         if asked is not None:
             self.prompts.looked_up(lease, groups, found, asked, reported=reported)
-        return [of_group.states for of_group in found], len(lease.blocks)
+        return LookupResult([of_group.states for of_group in found], lease if lease.active else None)
 
     def _find_below(
         self,
@@ -190,22 +222,16 @@ class Cache:
         if lease is None or lease.namespace is not namespace:
             raise UnknownLease(f"The lease {lease_id} is unknown, ended or of another namespace; look up again.")
         group, size = namespace.groups[group_index], namespace.key_bytes
-        found = self.blocks.begin_load(self.slots, group, keys, rank, first_block)
-        if isinstance(found, list):
-            raise NotReady(group_index, found)
-        return LoadTicket(rank, lease, group, keys[:size], *found)
+        pinned = self.blocks.begin_load(self.slots, group, keys, rank, first_block)
+        return LoadTicket(rank, lease, group, keys[:size], *pinned)
 
     def end_load(self, tickets: Sequence[LoadTicket], *, is_success: bool = False, ends_lease: bool = False) -> None:
-        """End the tickets of one job. ``ends_lease``: end the lease too, once every rank's job has asked for it.
-
-        If it ``is_success``, count the loaded keys and tokens, once all ranks have loaded them. A lease's tokens are
-        those of its largest group: with a sliding window, fewer blocks stand for as many tokens.
-        """
+        """End the tickets of one job. ``ends_lease``: end the lease too, once every rank's job has asked for it."""
         for ticket in tickets:
             if is_success and ticket.blocks.size:
                 if self.life.tiers is not None:
                     self.prompts.loaded(ticket, self.life.tiers.loaded(ticket))
-                _count_load(ticket)
+                ticket.lease.count_load(ticket)
             self.life.unpin(ticket.blocks)
         if tickets and ends_lease and (lease := tickets[0].lease).active:
             lease.ranks_done.add(tickets[0].rank)
@@ -260,10 +286,7 @@ class Cache:
         """
         dropped = 0
         for namespace in namespaces:
-            found = namespace.indexed_blocks
-            namespace.counters.invalidated_blocks += found
-            dropped += found
-            self.namespaces.renumber(namespace)
+            dropped += self.namespaces.renumber(namespace)
             if generation is not None:
                 namespace.generation = generation
             self.leases.end_namespace(namespace)
@@ -337,23 +360,21 @@ class Cache:
 
     # --- facts ----------------------------------------------------------------------------------
 
-    def describe_block(self, namespace: Namespace, group: int, key: bytes) -> tuple[KeyState, int, bytes]:
-        """Return a block's state in the pool and, if it is READY, its first stored engine block and the checksums of
-        its shards, 8 bytes each, big-endian. Nothing is counted.
-
-        A key of another length than the namespace's has no block. Raises BadGeometry.
-        """
+    def describe_block(self, namespace: Namespace, group: int, key: bytes) -> BlockFacts:
+        """Describe a key's block. Nothing is counted. A key of another length than the namespace's has none. Raises
+        BadGeometry."""
         known = namespace.group(group)
         if len(key) != namespace.key_bytes:
-            return KeyState.ABSENT, 0, b""
+            return BlockFacts(KeyState.ABSENT)
         states, blocks = self.blocks.find(known, key)
         if states[0] != READY:
-            return KeyState.ABSENT if states[0] == FREE else KeyState.WRITING, 0, b""
+            return BlockFacts(KeyState.ABSENT if states[0] == FREE else KeyState.WRITING)
         records = self.table.records[self.blocks.slots(blocks, len(known.sizes))[0]]
-        return KeyState.READY, int(records["first_block"].max()), records["checksum"].astype(">u8").tobytes()
+        checksums = records["checksum"].astype(">u8").tobytes()
+        return BlockFacts(KeyState.READY, int(records["first_block"].max()), checksums)
 
-    def list_blocks(self, namespace: Namespace, group: int, position: int, limit: int) -> tuple[bytes, int]:
-        """Return keys of READY blocks of a group, and the next position; 0 at the end.
+    def list_blocks(self, namespace: Namespace, group: int, position: int, limit: int) -> BlocksPage:
+        """Return keys of READY blocks of a group.
 
         Looks at LISTED_SLOTS slots from ``position`` on, which is 0 at first. A block that exists from the first page
         to the last is on exactly one. Raises BadGeometry.
@@ -364,18 +385,5 @@ class Cache:
         blocks = (np.flatnonzero(ready) + position).astype(np.uint32)
         if len(blocks) > limit:
             blocks, following = blocks[:limit], int(blocks[limit])
-        return self.blocks.keys(blocks, namespace.key_bytes), following if following < len(self.blocks.state) else 0
-
-
-def _count_load(ticket: LoadTicket) -> None:
-    """Count a rank's load, once all ranks have loaded the same."""
-    lease, group = ticket.lease, ticket.group.index
-    ranks = lease.ranks_loaded.setdefault((group, ticket.first_key), set())
-    if ticket.rank in ranks:  # loaded again
-        return
-    ranks.add(ticket.rank)
-    if len(ranks) == lease.namespace.world_size:
-        counted = max(lease.loaded_tokens.values(), default=0)
-        lease.loaded_tokens[group] = lease.loaded_tokens.get(group, 0) + ticket.tokens
-        lease.namespace.counters.loaded_keys += len(ticket.blocks)
-        lease.namespace.counters.count_loaded(max(0, lease.loaded_tokens[group] - counted))
+        keys = self.blocks.keys(blocks, namespace.key_bytes)
+        return BlocksPage(keys, following if following < len(self.blocks.state) else 0)

@@ -10,6 +10,7 @@ import ctypes
 import os
 import weakref
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,6 +39,13 @@ _Row = NDArray[np.float64]
 _NOTHING = np.zeros(_ROW)
 
 
+class _Counts(NamedTuple):
+    """``struct counts`` of a namespace."""
+
+    row: _Row
+    address: int
+
+
 class HitRatioCurve:
     """Watches a cache; its memory is bounded. Not thread-safe."""
 
@@ -52,8 +60,7 @@ class HitRatioCurve:
         self._halved_at = clock()
         self._forgotten = np.zeros(_ROW)
         """Counts of forgotten namespaces together."""
-        self._rows: dict[Namespace, tuple[_Row, int]] = {}
-        """Counts of each namespace, and their address."""
+        self._counts: dict[Namespace, _Counts] = {}
 
     @property
     def nbytes(self) -> int:
@@ -67,12 +74,12 @@ class HitRatioCurve:
     def requested(self, chain: Chain, own: int = 0) -> None:
         """Record a chain that was looked up. The engine had the first ``own`` keys itself: these are not counted."""
         group, keys, size = chain.group, chain.keys, chain.group.key_bytes
-        if (row := self._rows.get(group.namespace)) is None:
-            counts = np.zeros(_ROW)
-            row = self._rows[group.namespace] = counts, counts.ctypes.data
+        if (counts := self._counts.get(group.namespace)) is None:
+            row = np.zeros(_ROW)
+            counts = self._counts[group.namespace] = _Counts(row, row.ctypes.data)
         which = group.number, keys, len(keys) // size, size
         weights = group.block_bytes, group.weight
-        self._native.curve_asked(self._at, row[1], *which, *weights, chain.ready_prefix, own, chain.findable)
+        self._native.curve_asked(self._at, counts.address, *which, *weights, chain.ready_prefix, own, chain.findable)
 
     def stored(self, group: Group, keys: bytes) -> None:
         """Record keys that an engine offers for storing: from now on a request can find them."""
@@ -82,21 +89,25 @@ class HitRatioCurve:
         """Halve old counts when it is time."""
         if self._clock() - self._halved_at >= HALVED_EVERY_S:
             self._halved_at = self._clock()
-            for counts in (self._forgotten, *(counts for counts, _ in self._rows.values())):
-                counts *= 0.5
+            for row in self._all_rows():
+                row *= 0.5
 
     def namespace_forgotten(self, namespace: Namespace) -> None:
         """Keep the counts of a forgotten namespace as a part of the total."""
-        if (row := self._rows.pop(namespace, None)) is not None:
-            self._forgotten += row[0]
+        if (counts := self._counts.pop(namespace, None)) is not None:
+            self._forgotten += counts.row
 
     def of_namespaces(self, namespaces: Sequence[Namespace]) -> list[HitCurve]:
         """Return the curve of each namespace's requests; each pool size is shared by all namespaces."""
-        return _curves([self._rows.get(namespace, (_NOTHING, 0))[0] for namespace in namespaces])
+        found = [self._counts.get(namespace) for namespace in namespaces]
+        return _curves([counts.row if counts is not None else _NOTHING for counts in found])
 
     def in_all(self) -> HitCurve:
         """Return the curve of all namespaces, including forgotten ones."""
-        return _curves([np.sum([self._forgotten, *(counts for counts, _ in self._rows.values())], axis=0)])[0]
+        return _curves([np.sum(self._all_rows(), axis=0)])[0]
+
+    def _all_rows(self) -> list[_Row]:
+        return [self._forgotten, *(counts.row for counts in self._counts.values())]
 
 
 def _curves(rows: Sequence[_Row]) -> list[HitCurve]:

@@ -9,11 +9,12 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 
 from kvoffd.cache.block_life import BlockLife
-from kvoffd.cache.block_table import BlockIds, FoundKeys, leading, ready_of
+from kvoffd.cache.block_table import NO_BLOCKS, BlockIds, FoundKeys, leading
 from kvoffd.cache.namespace import MissReason, Namespace
 from kvoffd.cache.tickets import Lease, LeaseTotals, SessionLeases
-from kvoffd.errors import UnknownLease
+from kvoffd.errors import KvoffdError, UnknownLease
 from kvoffd.pool.allocator import PAGE_BYTES
+from kvoffd_proto.errors import ErrorCode
 
 ENDED_AT_ONCE, UNPINNED_AT_ONCE = 512, 8192
 """Leases that one step ends, or unpins; and blocks, with those of its last lease, after which it stops."""
@@ -36,7 +37,7 @@ class Leases:
             the sessions that have leases, or were cut in the last CLAIM_S, and never more than what is left. What a
             lease has it keeps until its end. Blocks that others lease already count for these, and promoted ones
             (``hold``) are not subject to the equal parts.
-        max_keys: limit for one session.
+        max_keys, max_leases: limits for one session.
 
     Attributes:
         by_id: active leases by id, in the order of their deadlines, and ended ones that ``unpin_some`` has not reached.
@@ -47,10 +48,16 @@ class Leases:
     """
 
     def __init__(
-        self, life: BlockLife, clock: Callable[[], float], ttl_s: float, most_bytes: int, max_keys: int
+        self,
+        life: BlockLife,
+        clock: Callable[[], float],
+        ttl_s: float,
+        most_bytes: int,
+        max_keys: int,
+        max_leases: int,
     ) -> None:
         self._life, self._blocks, self._clock = life, life.blocks, clock
-        self.ttl_s, self.most_bytes, self._max_keys = ttl_s, most_bytes, max_keys
+        self.ttl_s, self.most_bytes, self._max_keys, self._max_leases = ttl_s, most_bytes, max_keys, max_leases
         self.by_id: dict[int, Lease] = {}
         self.withheld_bytes = 0
         self.ended_at_once = ENDED_AT_ONCE
@@ -89,14 +96,22 @@ class Leases:
         lease = self.by_id.get(lease_id)
         return lease if lease is not None and lease.active else None
 
-    def find(self, session: int, lease_id: int, namespace: Namespace) -> Lease | None:
-        """Return the active lease, if it exists. Raises UnknownLease if it is another session's or namespace's."""
-        lease = self.get(lease_id)
-        if lease is not None and (lease.session != session or lease.namespace is not namespace):
+    # --- what a lookup found --------------------------------------------------------------------
+
+    def open(self, session: int, lease_id: int, namespace: Namespace) -> Lease:
+        """Return the active lease of this id; else a new one, which ``give`` makes active.
+
+        Raises UnknownLease if the lease is another session's or namespace's, and KvoffdError (TOO_MANY) if the session
+        may have no more.
+        """
+        if (lease := self.get(lease_id)) is None:
+            if self.of(session).leases >= self._max_leases:
+                why = f"The session holds {self._max_leases} leases, its limit; release some."
+                raise KvoffdError(why, ErrorCode.TOO_MANY)
+            return Lease(lease_id, session, namespace, self._clock() + self.ttl_s, NO_BLOCKS)
+        if lease.session != session or lease.namespace is not namespace:
             raise UnknownLease(f"The lease {lease_id} belongs to another session or namespace; choose a new lease id.")
         return lease
-
-    # --- what a lookup found --------------------------------------------------------------------
 
     def give(self, lease: Lease, found: list[FoundKeys], pinned_before: int, *, is_new: bool) -> list[FoundKeys]:
         """Give a lease the READY blocks, which it has pinned already if it ``is_new``. Returns what was found, without
@@ -104,7 +119,7 @@ class Leases:
 
         ``pinned_before``: pinned bytes before the lookup.
         """
-        ready = ready_of(found)
+        ready = _ready_of(found)
         if is_new and (ready.size or lease.coming):
             self._enter(lease)
         if not ready.size:
@@ -119,7 +134,7 @@ class Leases:
             self._life.return_unpinned(self._blocks.end_lease(fresh))
             self.unpin_some()  # leases that have ended must not keep this one small
             found = self._cut(lease, found)
-            fresh, newly_leased_bytes = self._lease_fresh(lease, ready_of(found))
+            fresh, newly_leased_bytes = self._lease_fresh(lease, _ready_of(found))
         _add(lease, fresh, newly_leased_bytes)
         if not lease.blocks.size and not lease.coming:  # the limit allowed no pin
             self.end_all([lease])
@@ -127,7 +142,7 @@ class Leases:
 
     def discard(self, lease: Lease, found: list[FoundKeys]) -> None:
         """End a new lease that was never given what its lookup ``found`` and leased."""
-        self._life.return_unpinned(self._blocks.end_lease(ready_of(found)))
+        self._life.return_unpinned(self._blocks.end_lease(_ready_of(found)))
         if self._life.tiers is not None:
             self._life.tiers.lease_ended(lease)
 
@@ -284,3 +299,8 @@ def _add(lease: Lease, fresh: BlockIds, newly_leased_bytes: int) -> None:
     lease.nbytes += newly_leased_bytes
     lease.held.nbytes += newly_leased_bytes
     lease.held.keys += len(fresh)
+
+
+def _ready_of(found: Sequence[FoundKeys]) -> BlockIds:
+    """Return the blocks of the READY keys of all groups."""
+    return found[0].ready if len(found) == 1 else np.concatenate([NO_BLOCKS, *[each.ready for each in found]])

@@ -69,17 +69,19 @@ class OpenNamespaces(dict[bytes, Namespace]):
         if namespace.describe_shards(rank, shards) or is_new:
             self.save()
 
-    def renumber(self, namespace: Namespace) -> None:
-        """Give a namespace that is reset a new number and new groups, and retire the old ones. ``save`` afterwards."""
-        old = namespace.groups
+    def renumber(self, namespace: Namespace) -> int:
+        """Give a namespace that is reset a new number and new groups, and retire the old ones. ``save`` afterwards.
+        Returns how many blocks it had in the index."""
+        dropped, old = 0, namespace.groups
         self._make_groups(namespace, self._next_number)
         for group, successor in zip(old, namespace.groups, strict=True):
-            self._life.retire(group)
+            dropped += self._life.retire(group)
             successor.set_sizes(group.lengths, group.sizes)
             numbers = (*group.unswept_before, group.number)
             successor.unswept_before = [number for number in numbers if number in self._life.unswept]
             successor.predecessors = (group, *group.predecessors)[:KNOWN_RESETS]
             group.predecessors = ()  # else every earlier group would live as long as the namespace
+        return dropped
 
     def forget(self, namespace: Namespace) -> None:
         """Forget a namespace that has no blocks in the index and that no session has open.

@@ -40,7 +40,7 @@ class Prompts:
     Attributes:
         watchers: called by ``report`` with the chains of each lookup, after the policy.
         uncounted: prompts that wait for their engines' reports.
-        curve: learns what prompts asked for, and which keys the first rank offers for storing; None if nothing does.
+        curve: learns what prompts asked for, and which keys engines offer for storing; None if nothing does.
     """
 
     def __init__(self, life: BlockLife, clock: Callable[[], float]) -> None:
@@ -117,7 +117,7 @@ class Prompts:
             watcher(chains)
 
     def offered(self, group: Group, keys: bytes) -> None:
-        """Record that an engine offers keys for storing."""
+        """Record that an engine offers keys for storing. For one rank of each store, and no bench's."""
         if self.curve is not None:
             self.curve.stored(group, keys)
         self._computing.offered(group, keys)

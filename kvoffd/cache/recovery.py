@@ -103,8 +103,8 @@ def _judge_records(fd: int, table: SlotTable, recovery: object) -> None:
     begin = table.geometry.records_at
     end = begin + table.geometry.slots * RECORD_BYTES
     # One buffer for all reads: for a new one, the kernel would have to find new pages each time.
-    room = memoryview(bytearray(min(_BATCH_BYTES, end - begin)))
-    address = ctypes.addressof(ctypes.c_char.from_buffer(room))
+    buffer = memoryview(bytearray(min(_BATCH_BYTES, end - begin)))
+    address = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
     position = hole_at = begin
     while position < end:
         if position == hole_at:
@@ -112,9 +112,9 @@ def _judge_records(fd: int, table: SlotTable, recovery: object) -> None:
             if position >= end:
                 break
             hole_at = min(end, _seek(fd, position, os.SEEK_HOLE))  # once per piece: the kernel scans page by page
-        stop = min(hole_at, position + len(room))
+        stop = min(hole_at, position + len(buffer))
         # Data begins and ends at pages, and pages hold whole records; a file truncated since then gives fewer.
-        count = os.preadv(fd, [room[: stop - position]], position) // RECORD_BYTES
+        count = os.preadv(fd, [buffer[: stop - position]], position) // RECORD_BYTES
         judge(recovery, address, count, (position - begin) // RECORD_BYTES)
         position = stop
 

@@ -9,7 +9,6 @@ import numpy as np
 import numpy.typing as npt
 
 from kvoffd.cache.block_life import BlockLife
-from kvoffd.cache.block_table import BlockIds
 from kvoffd.cache.namespace import Group, MissReason
 from kvoffd.cache.victims import ANY_PROMPT, Victims
 
@@ -17,8 +16,6 @@ MAX_OVER_QUOTA = 1024
 """Evictions per store while a namespace is over quota, if the store has fewer blocks itself."""
 PARTIAL_GRACE_S = 2.0
 """Age from which partial blocks are dropped first when space is needed."""
-ABANDONED_S = 10.0
-"""Age from which a partial block to which only one store adds shards is dropped for another store of its key."""
 MAX_WRITING_DIVISOR = 4
 """If WRITING blocks take more than 1/4 of the pool, partial ones are dropped as soon as space is needed."""
 _NO_SLOTS: npt.NDArray[np.uint32] = np.empty((0, 1), np.uint32)
@@ -61,14 +58,12 @@ class Space:
                         break
                     if self._life.partial and self._drop_partial(wanted):
                         continue
-                    victims = self.victims.next_if_all_of(group, wanted, below, older_than)
-                    if victims is None:
-                        victims = self.victims.for_space(group, wanted, below, older_than)
-                        self._life.evict(victims)
-                        if victims.size:
-                            continue
+                    victims, same_group = self.victims.choose(group, wanted, below, older_than)
                     if not victims.size:
                         break
+                    if not same_group:
+                        self._life.evict(victims)
+                        continue
                     count = min(count, made + len(victims))  # if they are fewer, nothing else can be evicted
                     slots = self._life.replace(group, victims, left)
                 has_swept = False
@@ -93,13 +88,6 @@ class Space:
         unpinned = list(islice((block for block in partial if not self._life.blocks.pins[block]), count))
         self._life.drop_partial(unpinned)
         return bool(unpinned)
-
-    def drop_abandoned(self, blocks: BlockIds, sole: int) -> bool:
-        """Drop those of some blocks that one store alone may complete, another one than ``sole``, and that have been
-        partial for too long: it may be gone. Returns whether there are any."""
-        abandoned = self._life.abandoned_by_others(blocks, sole, self._clock() - ABANDONED_S)
-        self._life.drop_partial(abandoned)
-        return bool(abandoned)
 
     def _within_quota(self, group: Group, count: int, below: float, older_than: int) -> int:
         """Return how many of ``count`` blocks the quota allows, after evicting blocks of the namespace if needed."""

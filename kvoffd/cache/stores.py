@@ -16,7 +16,6 @@ from kvoffd.cache.block_table import FREE, NO_BLOCK, NO_BLOCKS, READY, WRITING, 
 from kvoffd.cache.hooks import NO_TOKENS, BlockTokens
 from kvoffd.cache.namespace import Group, MissReason, Namespace
 from kvoffd.cache.policy import REJECTED, Policy
-from kvoffd.cache.prompts import Prompts
 from kvoffd.cache.space import Space
 from kvoffd.cache.tickets import FillTicket, StorePart, StoreTicket
 from kvoffd.cache.victims import ANY_PROMPT
@@ -42,17 +41,26 @@ class _Offer(NamedTuple):
     """Blocks of the other keys."""
 
 
+class _Run(NamedTuple):
+    """Absent keys that follow one another and have one score: indices of the first, and behind the last."""
+
+    begin: int
+    end: int
+    score: float
+    """See ``Admission.runs``."""
+
+
 class BlockStores:
     """Begins and ends stores and fills. End each ticket exactly once, after the last byte of its copy has moved.
 
-    A store asks, in this order: which keys lack this rank's shard (``BlockTable.judge``); of which prompts they are, so
-    that no prompt evicts its own beginning; which of the absent ones the policy wants (``HintedOrder.admit``); for
-    which of these there is space (``Space.take``).
+    A store asks, in this order: of which prompts its keys are (``_prompts_of``), so that none evicts its own beginning;
+    which keys lack this rank's shard (``BlockTable.judge``); which of the absent ones the policy wants
+    (``HintedOrder.admit``); for which of these there is space (``Space.take``).
     """
 
-    def __init__(self, life: BlockLife, space: Space, policy: Policy, prompts: Prompts) -> None:
-        self._life, self._blocks, self._order, self._space = life, life.blocks, life.order, space
-        self._policy, self._prompts = policy, prompts
+    def __init__(self, life: BlockLife, space: Space, policy: Policy) -> None:
+        self._life, self._blocks, self._order = life, life.blocks, life.order
+        self._space, self._policy = space, policy
 
     def begin(self, namespace: Namespace, rank: int, parts: Sequence[StorePart], sole: int = 0) -> list[StoreTicket]:
         """Allocate slots for the missing blocks, evicting if needed. Returns a ticket for each part.
@@ -67,10 +75,7 @@ class BlockStores:
         try:
             try:
                 for part, prompts in zip(parts, self._prompts_of(namespace, parts), strict=True):
-                    group = namespace.groups[part.group]
-                    if rank == 0 and not namespace.of_bench:
-                        self._prompts.offered(group, part.keys)
-                    offer = self._compare(group, rank, part, prompts, sole)
+                    offer = self._compare(namespace.groups[part.group], rank, part, prompts, sole)
                     if offer.existing.size:  # no other part of this store may evict them
                         self._blocks.pin(offer.existing)
                     offers.append(offer)
@@ -98,7 +103,7 @@ class BlockStores:
             return _Offer(ticket, range(len(verdicts)), prompts, NO_BLOCKS)
         narrow = blocks[np.frombuffer(verdicts, np.uint8) == StoreVerdict.NARROW]
         self._drop_narrow(group, narrow)
-        if self._space.drop_abandoned(blocks, sole) or narrow.size:
+        if self._life.drop_abandoned(blocks, sole) or narrow.size:
             verdicts, blocks = self._blocks.judge(*offered)
         of_key = np.frombuffer(verdicts, np.uint8)
         absent, joined, duplicates = (
@@ -191,7 +196,7 @@ class BlockStores:
         What got too little even so limits the rest: a run with the same or a lower score, of the same or older prompts,
         may evict no more, and gets nothing.
         """
-        ticket, absent, prompts, _ = offer
+        ticket, absent, prompts = offer.ticket, offer.absent, offer.prompts
         if not prompts.all():  # keys behind one without a block would never be found
             ticket.no_space += [index for index, prompt in zip(absent, prompts.tolist(), strict=True) if not prompt]
             absent, prompts = np.array(absent)[prompts != 0].tolist(), prompts[prompts != 0]
@@ -219,10 +224,9 @@ class BlockStores:
                 ticket.copy += absent[begin:made]
                 if made == end:
                     continue
-                begin, changes = made, made + 1 + np.flatnonzero(np.diff(prompts[made:end]))
-                if len(changes) or prompts[made] > oldest:
-                    by_prompt = [(first, last, score) for first, last in pairwise([made, *changes.tolist(), end])]
-                    runs += sorted(by_prompt, key=lambda run: (int(prompts[run[0]]), -run[0]))
+                begin = made
+                if (prompts[begin:end] > oldest).any():  # by themselves these may evict more
+                    runs += _by_prompt(_Run(begin, end, score), prompts)
                     continue
                 limit_score, limit_prompt = below, oldest
             # What only its score kept out is rejected: others could be evicted for it, which a later run may take.
@@ -231,20 +235,17 @@ class BlockStores:
                 may_evict = self._space.victims.are_evictable(newest)
             (ticket.rejected if is_limited and may_evict else ticket.no_space).extend(absent[begin:end])
 
-    def _runs_of(
-        self, group: Group, part: StorePart, keys: bytes, absent: Sequence[int]
-    ) -> tuple[list[tuple[int, int, float]], float]:
-        """Return the absent keys as runs, each with its begin, its end and its score, the last run first; and the score
-        up to which none gets space."""
+    def _runs_of(self, group: Group, part: StorePart, keys: bytes, absent: Sequence[int]) -> tuple[list[_Run], float]:
+        """Return the absent keys as runs, the last one first, and the score up to which none gets space."""
         if part.starts is None or not group.sizes or group.namespace.of_bench:
-            return [(0, len(absent), inf)], -inf
+            return [_Run(0, len(absent), inf)], -inf
         starts = list(part.starts)
         if len(starts) > 1:  # indices of all keys become those of the absent ones
             starts = sorted({*np.searchsorted(absent, starts).tolist()})
         admission, slots = self._order.admit(group, keys, starts), self._life.slots
-        runs, end = list[tuple[int, int, float]](), 0
+        runs, end = list[_Run](), 0
         for count, score in admission.runs:
-            runs.append((end, end + count, score))
+            runs.append(_Run(end, end + count, score))
             end += count
         is_full = slots.free_bytes < group.block_bytes and not self._life.unswept and not self._life.partial
         return runs[::-1], admission.lowest if is_full else -inf
@@ -362,3 +363,10 @@ class BlockStores:
         for first in (1, 0):
             if len(ready) > first + 1:
                 self._order.follow(int(ready[first]), ready[first + 1 :])
+
+
+def _by_prompt(run: _Run, prompts: PromptNumbers) -> list[_Run]:
+    """Divide a run by its keys' prompts: those of the newest last, and of each prompt the first keys last."""
+    changes = run.begin + 1 + np.flatnonzero(np.diff(prompts[run.begin : run.end]))
+    parts = [_Run(begin, end, run.score) for begin, end in pairwise([run.begin, *changes.tolist(), run.end])]
+    return sorted(parts, key=lambda part: (int(prompts[part.begin]), -part.begin))

@@ -25,12 +25,6 @@ class Lease:
     blocks: BlockIds
     nbytes: int = 0
     """Bytes of the blocks that no lease pinned before."""
-    ranks_done: set[int] = field(default_factory=set)
-    """Ranks whose last load under it has ended: it ends once all have."""
-    ranks_loaded: dict[tuple[int, bytes], set[int]] = field(default_factory=dict)
-    """Ranks that have loaded the same keys, by group and first key: they are counted once all have."""
-    loaded_tokens: dict[int, int] = field(default_factory=dict)
-    """Loaded tokens by group."""
     coming: int = 0
     """Keys that are, or may be, on their way up from a tier for this lease."""
     asking: int = 0
@@ -45,6 +39,12 @@ class Lease:
     """Whether its blocks count as covered (loaded or not needed) at its end, as no report will come."""
     held: SessionLeases = field(default_factory=lambda: SessionLeases())
     """The active leases of its session in its namespace, of which it is one until its end."""
+    ranks_done: set[int] = field(default_factory=set, init=False)
+    """Ranks whose last load under it has ended: it ends once all have."""
+    _ranks_loaded: dict[tuple[int, bytes], set[int]] = field(default_factory=dict, init=False)
+    """Ranks that have loaded the same keys, by group and first key."""
+    _loaded_tokens: dict[int, int] = field(default_factory=dict, init=False)
+    """Tokens that all ranks have loaded, by group."""
 
     def ask_again(self) -> None:
         """Begin a lookup that asks stores again for what they have not answered."""
@@ -55,6 +55,22 @@ class Lease:
     def active(self) -> bool:
         """Whether it is in use: not ended, its namespace not reset. A prefetch never is."""
         return self in self.held.leases
+
+    def count_load(self, load: LoadTicket) -> None:
+        """Count a rank's load that succeeded, once all ranks have loaded the same.
+
+        Its tokens are those of its largest group: with a sliding window, fewer blocks stand for as many tokens.
+        """
+        group, counters = load.group.index, self.namespace.counters
+        ranks = self._ranks_loaded.setdefault((group, load.first_key), set())
+        if load.rank in ranks:  # loaded again
+            return
+        ranks.add(load.rank)
+        if len(ranks) == self.namespace.world_size:
+            counted = max(self._loaded_tokens.values(), default=0)
+            self._loaded_tokens[group] = self._loaded_tokens.get(group, 0) + load.tokens
+            counters.loaded_keys += len(load.blocks)
+            counters.count_loaded(max(0, self._loaded_tokens[group] - counted))
 
 
 @dataclass(slots=True, eq=False)

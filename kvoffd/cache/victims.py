@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -23,10 +24,16 @@ MAX_PASSED = 1024
 WRITTEN_AHEAD, MIN_AHEAD = 4, 1024
 """Blocks that wait to be written to a tier go last among this multiple of the blocks to evict, at least MIN_AHEAD: a
 block that was just read from a disk goes before one that no disk has."""
-
-
 ANY_PROMPT = 2**64 - 1
 """Number above those of all prompts."""
+
+
+class Choice(NamedTuple):
+    """Blocks to evict for new blocks of a group; none if none may go."""
+
+    blocks: BlockIds
+    same_group: bool
+    """Whether all are of that group: then ``BlockLife.replace`` can give their slots to the new ones at once."""
 
 
 class Victims:
@@ -70,22 +77,18 @@ class Victims:
         tiers = self._life.tiers
         return np.zeros(len(blocks), np.bool_) if tiers is None else tiers.safe_to_evict(blocks)
 
-    def next_if_all_of(self, group: Group, count: int, below: float, older_than: int) -> BlockIds | None:
-        """Return the next ``count`` blocks with a score below ``below``, or as many as there are, if ``replace`` can
-        give the slots of all of them to new blocks of the group; empty if no score is that low.
-
-        None if ``for_space`` is to choose: some of these are other groups', pinned or spared.
-        """
-        first = self._order.first(count, below)
-        if (spared := self._blocks.prompt[first] >= older_than).any() and not self._safe_to_evict(first[spared]).all():
-            return None
-        tiers = self._life.tiers
-        if tiers is not None and (waiting := tiers.waiting(first)) is not None and waiting.any():
+    def choose(self, group: Group, count: int, below: float, older_than: int) -> Choice:
+        """Choose blocks with a score below ``below`` to evict for ``count`` new blocks of a group: the next in order,
+        or as many as there are, if all are of the group and may go; else by ``for_space``."""
+        first, tiers = self._order.first(count, below), self._life.tiers
+        spared = self._blocks.prompt[first] >= older_than
+        may_go = not spared.any() or bool(self._safe_to_evict(first[spared]).all())
+        if may_go and tiers is not None and (waiting := tiers.waiting(first)) is not None and waiting.any():
             passed = self._next_passing_waiting(tiers, count, below, older_than)
-            if len(passed) < len(first):  # some are in use
-                return None
-            first = passed
-        return first if not first.size or self._blocks.common_group(first, unpinned=True) == group.number else None
+            may_go, first = len(passed) >= len(first), passed  # if they are fewer, some are in use
+        if may_go and (not first.size or self._blocks.common_group(first, unpinned=True) == group.number):
+            return Choice(first, same_group=True)
+        return Choice(self.for_space(group, count, below, older_than), same_group=False)
 
     def _next_passing_waiting(self, tiers: TierHooks, count: int, below: float, older_than: int) -> BlockIds:
         """Return the next ``count`` blocks that may go, looking further until enough of them do not wait to be written

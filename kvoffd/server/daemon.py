@@ -236,6 +236,7 @@ class Daemon:
             lease_ttl_s=config.limits.lease_ttl_s,
             leased_share=config.limits.leased_share,
             max_leased_keys=config.limits.max_leased_keys,
+            max_leases=config.limits.max_leases,
         )
         self._policy_file = PolicyFile(cache.policy, config)
         restore(cache, pool, self._policy_file, self._state, config.limits.max_namespaces)

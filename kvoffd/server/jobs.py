@@ -220,7 +220,8 @@ class StoreBatch(Job):
     parts: Sequence[GroupPart]
     sole: int
     """Number in ``Submit.sole``; 0 for none."""
-    stored: Sequence[StoreTicket] = field(default=(), init=False)
+    tickets: Sequence[StoreTicket] = field(default=(), init=False)
+    """One for each part."""
     copied_bytes: list[int] = field(default_factory=list, init=False)
     """Bytes to copy for each store."""
 
@@ -240,22 +241,22 @@ class StoreBatch(Job):
             )
             for one in self.parts
         ]
-        self.stored = cache.stores.begin(registration.namespace, registration.rank, parts, self.sole)
-        for part, stored in zip(self.parts, self.stored, strict=True):
-            if not stored.copy:
+        self.tickets = cache.stores.begin(registration.namespace, registration.rank, parts, self.sole)
+        for part, ticket in zip(self.parts, self.tickets, strict=True):
+            if not ticket.copy:
                 continue
-            layout, length = part.layout, stored.group.lengths[registration.rank]
-            places += zip(stored.offsets.tolist(), repeat(length))
-            slots = stored.offsets + np.uint64(pool.mapping.address)
-            if len(stored.copy) < len(part.keys):  # 0 for a key that is not copied
+            layout, length = part.layout, ticket.group.lengths[registration.rank]
+            places += zip(ticket.offsets.tolist(), repeat(length))
+            slots = ticket.offsets + np.uint64(pool.mapping.address)
+            if len(ticket.copy) < len(part.keys):  # 0 for a key that is not copied
                 of_all = np.zeros(len(part.keys), np.uint64)
-                of_all[stored.copy] = slots
+                of_all[ticket.copy] = slots
                 slots = of_all
             self.copies.append(BlockCopy(layout, part.block_ids, slots, part.first_blocks))
             for span in part.spans:
-                at, end = (bisect_left(stored.copy, number) for number in (span.key, span.keys_end))
+                at, end = (bisect_left(ticket.copy, number) for number in (span.key, span.keys_end))
                 blocks = (end - at) * layout.blocks_per_key
-                if at < end and stored.copy[at] == span.key:
+                if at < end and ticket.copy[at] == span.key:
                     blocks -= span.first_block
                 self.copied_bytes[span.job] += blocks * layout.block_bytes
         self.nbytes = sum(self.copied_bytes)
@@ -268,39 +269,39 @@ class StoreBatch(Job):
         If its copy hangs, its keys may be stored in other slots from now on, and ``abort`` must follow.
         """
         if self.hangs:
-            cache.stores.drop_unfinished(self.stored)
+            cache.stores.drop_unfinished(self.tickets)
         elif error is not None:
             self.abort(cache)
         else:
             found = iter(self.checksums.sums if self.checksums is not None else ())
-            checksums = [list(islice(found, len(stored.copy))) for stored in self.stored]
+            checksums = [list(islice(found, len(ticket.copy))) for ticket in self.tickets]
             # By part: groups have equal keys, whose parents and tokens may differ.
             tokens = [part.tokens_by_key() if part.parents and part.token_ids else NO_TOKENS for part in self.parts]
-            cache.stores.commit(self.stored, checksums, tokens)
+            cache.stores.commit(self.tickets, checksums, tokens)
             self.registration.namespace.counters.stored_bytes += self.nbytes
-        # A key is lost, refused, or stored or there. One that a message repeats has the result of its first occurrence.
-        failed: defaultdict[int, list[GroupKeys]] = defaultdict(list)
-        rejected: defaultdict[int, list[GroupKeys]] = defaultdict(list)
-        for part, stored in zip(self.parts, self.stored, strict=True):
-            lost, refused = stored.no_space, stored.rejected
-            if stored.duplicates:
-                lost, refused = (_with_repeats(part.keys, one, stored.duplicates) for one in (lost, refused))
+        # A key was there, or it is stored, lost or rejected: one that a message repeats as its first occurrence.
+        lost_of: defaultdict[int, list[GroupKeys]] = defaultdict(list)
+        rejected_of: defaultdict[int, list[GroupKeys]] = defaultdict(list)
+        for part, ticket in zip(self.parts, self.tickets, strict=True):
+            lost, rejected = ticket.no_space, ticket.rejected
+            if ticket.duplicates:
+                lost, rejected = (_with_repeats(part.keys, one, ticket.duplicates) for one in (lost, rejected))
             if error is not None:  # what was to be copied is lost too; what was there before is not
-                lost = sorted({*lost, *stored.copy, *stored.duplicates}.difference(refused))
-            if lost or refused:
-                part.add_by_job(lost, failed)
-                part.add_by_job(refused, rejected)
+                lost = sorted({*lost, *ticket.copy, *ticket.duplicates}.difference(rejected))
+            if lost or rejected:
+                part.add_by_job(lost, lost_of)
+                part.add_by_job(rejected, rejected_of)
         code = ErrorCode.SESSION_ENDED if self.session.ended else error or ErrorCode.NO_SPACE
         results = []
         for number, (job_id, nbytes) in enumerate(zip(self.ids, self.copied_bytes, strict=True)):
-            keys, copied = failed.get(number, []), nbytes if error is None else 0
+            keys, copied = lost_of.get(number, []), nbytes if error is None else 0
             why = code if keys else None
-            results.append(JobResult(job_id, not keys, copied, seconds, why, keys, rejected.get(number, [])))
+            results.append(JobResult(job_id, not keys, copied, seconds, why, keys, rejected_of.get(number, [])))
         return results
 
     def abort(self, cache: Cache) -> None:
         """Free the slots; their content is not used."""
-        cache.stores.abort(self.stored)
+        cache.stores.abort(self.tickets)
 
 
 def _with_repeats(keys: Sequence[bytes], numbers: Sequence[int], repeats: Sequence[int]) -> list[int]:
@@ -451,6 +452,7 @@ class Jobs:
         stores, loads, log = message.stores, message.loads, session.completions
         log.acknowledge(message.acknowledged)
         registration = session.registrations[message.registration_id]
+        namespace = registration.namespace
         load_parts = checked_parts(registration, loads, storing=False)
         store_parts = checked_parts(registration, stores, storing=True)
         ids = [*stores.job_ids, *loads.job_ids]
@@ -499,11 +501,13 @@ class Jobs:
                 load.begin(cache, pool, verify=verify)
             if stores.job_ids:
                 batch = StoreBatch(stores.job_ids, session, registration, accepted_at, store_parts, message.sole)
-                if registration.rank == 0 and not registration.namespace.of_bench:
-                    first = store_parts[0]  # one group suffices: the others have the same tokens
-                    self._branch_points.offered(registration.namespace, first.keys, first.parents, first.token_ids)
                 begun.append(batch)
                 batch.begin(cache, pool)
+                if registration.rank == 0 and not namespace.of_bench:  # once: all ranks offer the same
+                    for part in store_parts:
+                        cache.prompts.offered(namespace.groups[part.group], part.packed_keys)
+                    first = store_parts[0]  # one group suffices: the others have the same tokens
+                    self._branch_points.offered(namespace, first.keys, first.parents, first.token_ids)
         except BaseException:
             for job in begun:
                 job.abort(cache)

@@ -37,15 +37,11 @@ class Lookups:
     @answers(m.Lookup)
     def lookup(self, session: Session, message: m.Lookup) -> m.LookupReply:
         """Return the states of keys, and pin those that are ready."""
-        started, cache, most_leases = self._clock(), self._cache, self._limits.max_leases
+        started = self._clock()
         namespace, groups = session.namespaces[message.namespace], [(part.group, part.keys) for part in message.groups]
         _check_count(groups, namespace, self._limits.max_keys_per_request)
-        is_new = cache.leases.get(message.lease_id) is None
-        if is_new and cache.leases.of(session.id).leases >= most_leases:
-            why = f"The session holds {most_leases} leases, its limit; release some."
-            raise KvoffdError(why, ErrorCode.TOO_MANY)
         peer = self._tier_supervisor.peer_at(message.peer) if message.peer else ""
-        states, pinned = cache.lookup(
+        states, lease = self._cache.lookup(
             namespace,
             session.id,
             message.lease_id,
@@ -55,9 +51,9 @@ class Lookups:
             peer=peer,
             giver=message.giver,
         )
-        ttl_ms = wait_ms = asking = 0
-        if (lease := cache.leases.get(message.lease_id)) is not None:
-            ttl_ms = max(1, round(1000 * (lease.deadline - started)))
+        pinned = ttl_ms = wait_ms = asking = 0
+        if lease is not None:
+            pinned, ttl_ms = len(lease.blocks), max(1, round(1000 * (lease.deadline - started)))
             if lease.coming:
                 wait_ms, asking = math.ceil(1000 * lease.wait_s), lease.asking
         if not namespace.of_bench:

@@ -201,6 +201,7 @@ def serve(
         step = lacking[begin : begin + step_blocks]
         before = keys[(step[0] - 1) * KEY_BYTES : step[0] * KEY_BYTES] if step[0] else b""
         offered = select_keys(keys, step, KEY_BYTES)
+        cache.prompts.offered(namespace.groups[0], offered)
         (ticket,) = cache.stores.begin(namespace, 0, [StorePart(0, offered, before={0: before} if before else {})])
         cache.stores.commit([ticket], [[1] * len(ticket.copy)])  # any checksums: nothing reads the blocks
         if below is not None:

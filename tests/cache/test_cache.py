@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from functools import partial
 from math import inf
 
 import numpy as np
@@ -12,13 +13,13 @@ import pytest
 import kvoffd.pool.slot_table
 from kvoffd.cache import POLICY_NAMES
 from kvoffd.cache.asked_keys import TAKEN_AT_ONCE
+from kvoffd.cache.block_life import ABANDONED_S
 from kvoffd.cache.block_table import DROPPED, FREE, READY
 from kvoffd.cache.leases import CLAIM_S
 from kvoffd.cache.namespace import MissReason, Namespace, NamespaceSnapshot
 from kvoffd.cache.open_namespaces import KNOWN_RESETS
 from kvoffd.cache.policy import Admission
 from kvoffd.cache.prompts import MAX_UNREPORTED
-from kvoffd.cache.space import ABANDONED_S
 from kvoffd.cache.tickets import StorePart, StoreTicket
 from kvoffd.errors import BadGeometry, NotReady, UnknownLease
 from kvoffd_proto.messages import GroupSpec, HintAction
@@ -39,6 +40,12 @@ def hold(rig: CacheRig, namespace: Namespace, keys: bytes, lease_id: int = LEASE
     rig.cache.lookup(namespace, SESSION, lease_id, [(0, keys)])
 
 
+def leased(rig: CacheRig, namespace: Namespace, session: int, lease_id: int, *numbers: int) -> int:
+    """Look keys up. Returns how many blocks the lease has then."""
+    lease = rig.cache.lookup(namespace, session, lease_id, [(0, keys_of(*numbers))]).lease
+    return len(lease.blocks) if lease is not None else 0
+
+
 def misses(namespace: Namespace) -> dict[str, int]:
     return {reason.name: count for reason, count in namespace.counters.misses.items() if count}
 
@@ -53,7 +60,7 @@ def test_a_store_that_fails_inside_leaves_nothing() -> None:
     def fail(*given: object) -> bool:
         raise ZeroDivisionError
 
-    rig.cache.space.victims.next_if_all_of = fail  # type: ignore[method-assign]
+    rig.cache.space.victims.choose = fail  # type: ignore[method-assign]
     with pytest.raises(ZeroDivisionError):
         rig.cache.stores.begin(namespace, 0, [StorePart(0, keys_of(1)), StorePart(1, keys_of(*range(9)))])
     assert rig.cache.life.usage.free == rig.slots.pool_bytes
@@ -84,6 +91,9 @@ def test_a_lookup_that_fails_inside_pins_nothing(fails: str, monkeypatch: pytest
     def fail(*given: object) -> None:
         raise MemoryError
 
+    rig.cache.reset(namespace)  # else no key has to be known from before one
+    for group in range(2):
+        rig.store(namespace, keys_of(1, 2), group=group)
     part, name = fails.split(".")
     monkeypatch.setattr(getattr(rig.cache, part), name, fail)
     with pytest.raises(MemoryError):
@@ -200,8 +210,12 @@ def test_a_lease_that_may_not_grow_keeps_what_it_has() -> None:
     rig = CacheRig(16, 4, leased_share=0.25)
     namespace = rig.open("a")
     rig.store(namespace, keys_of(*range(8)))
-    assert rig.cache.lookup(namespace, SESSION, LEASE, [(0, keys_of(2, 3, 4, 5))]) == ([bytes([R] * 4)], 4)
-    assert rig.cache.lookup(namespace, SESSION, LEASE, [(0, keys_of(1, 2, 3, 4, 5))]) == ([bytes([A] + [R] * 4)], 4)
+    first = rig.cache.lookup(namespace, SESSION, LEASE, [(0, keys_of(2, 3, 4, 5))])
+    again = rig.cache.lookup(namespace, SESSION, LEASE, [(0, keys_of(1, 2, 3, 4, 5))])
+    assert (first.states, again.states) == ([bytes([R] * 4)], [bytes([A] + [R] * 4)])
+    assert first.lease is not None
+    assert first.lease is again.lease
+    assert len(first.lease.blocks) == 4
 
 
 # --- loads and space -----------------------------------------------------------------------------
@@ -236,7 +250,7 @@ def test_a_prompt_larger_than_the_pool_keeps_its_beginning(policy: str, looked_u
     found = rig.states(namespace, keys_of(*range(90)))
     assert (found, sum(namespace.counters.no_space.values())) == ([R] * 32 + [A] * 58, 2 * 58)
     assert namespace.counters.no_space == {"prompt": 2 * 58}
-    assert rig.cache.lookup(namespace, 1, 1, [(0, keys_of(*range(90)))])[1] == 32
+    assert leased(rig, namespace, 1, 1, *range(90)) == 32
     rig.cache.leases.end(1, [1])
     assert rig.begin(namespace, 0, 0, keys_of(500), starts=None)[0].copy == [0], "a newer prompt's"
 
@@ -625,25 +639,25 @@ def test_beyond_the_first_half_each_session_leases_an_equal_part() -> None:
     namespace = rig.open("a")
     rig.store(namespace, keys_of(*range(80)))
 
-    def leased(session: int, *numbers: int) -> int:
-        return rig.cache.lookup(namespace, session, 100 * session + numbers[0], [(0, keys_of(*numbers))])[1]
+    def leased_by(session: int, *numbers: int) -> int:
+        return leased(rig, namespace, session, 100 * session + numbers[0], *numbers)
 
-    assert leased(1, *range(35)) == 35, "alone it may have all that leases may"
-    assert leased(2, *range(40, 60)) == 5, "what is left of 40"
+    assert leased_by(1, *range(35)) == 35, "alone it may have all that leases may"
+    assert leased_by(2, *range(40, 60)) == 5, "what is left of 40"
     assert namespace.counters.misses[MissReason.LEASE_LIMIT] == 15
-    assert leased(2, *range(35)) == 35, "what others hold takes nothing from anybody"
-    assert leased(3, *range(60, 80)) == 0
+    assert leased_by(2, *range(35)) == 35, "what others hold takes nothing from anybody"
+    assert leased_by(3, *range(60, 80)) == 0
     check_invariants(rig.cache)
     rig.cache.leases.end(1, [100])
     rig.cache.end_session(2)
-    assert leased(1, *range(30)) == 20, "half of it anybody may have; the third was refused and has a claim"
-    assert leased(3, *range(60, 80)) == 20, "an equal part"
+    assert leased_by(1, *range(30)) == 20, "half of it anybody may have; the third was refused and has a claim"
+    assert leased_by(3, *range(60, 80)) == 20, "an equal part"
     check_invariants(rig.cache)
-    assert leased(2, *range(40, 60)) == 0
+    assert leased_by(2, *range(40, 60)) == 0
     rig.cache.leases.end(1, [100])
-    assert leased(3, *range(50, 60)) == 0, "it has more than a third"
-    assert leased(2, *range(40, 60)) == 13
-    assert leased(1, *range(20)) == 7, "what is left"
+    assert leased_by(3, *range(50, 60)) == 0, "it has more than a third"
+    assert leased_by(2, *range(40, 60)) == 13
+    assert leased_by(1, *range(20)) == 7, "what is left"
     check_invariants(rig.cache)
 
 
@@ -653,23 +667,21 @@ def test_a_session_that_was_refused_gets_what_others_give_back() -> None:
     namespace = rig.open("a")
     rig.store(namespace, keys_of(*range(80)))
 
-    def leased(session: int, lease_id: int, *numbers: int) -> int:
-        return rig.cache.lookup(namespace, session, lease_id, [(0, keys_of(*numbers))])[1]
-
-    assert [leased(1, 1 + number, *range(8 * number, 8 * number + 8)) for number in range(5)] == [8] * 5
-    assert leased(2, 10, *range(40, 60)) == 0
+    leased_by = partial(leased, rig, namespace)
+    assert [leased_by(1, 1 + number, *range(8 * number, 8 * number + 8)) for number in range(5)] == [8] * 5
+    assert leased_by(2, 10, *range(40, 60)) == 0
     for number in range(3):
         rig.cache.leases.end(1, [1 + number])
-        assert leased(1, 1 + number, *range(60, 68)) == (0, 0, 4)[number]
-    assert leased(2, 10, *range(40, 60)) == 20
+        assert leased_by(1, 1 + number, *range(60, 68)) == (0, 0, 4)[number]
+    assert leased_by(2, 10, *range(40, 60)) == 20
     assert rig.cache.blocks.leased_bytes == 40 * UNIT
     rig.cache.end_session(2)
-    assert leased(1, 20, *range(40, 60)) == 20, "nobody else is there"
-    assert leased(3, 30, *range(70, 80)) == 0
+    assert leased_by(1, 20, *range(40, 60)) == 20, "nobody else is there"
+    assert leased_by(3, 30, *range(70, 80)) == 0
     rig.cache.leases.end(1, [20])
-    assert leased(1, 20, *range(40, 60)) == 0
+    assert leased_by(1, 20, *range(40, 60)) == 0
     rig.clock.now += CLAIM_S
-    assert leased(1, 20, *range(40, 60)) == 20
+    assert leased_by(1, 20, *range(40, 60)) == 20
     check_invariants(rig.cache)
 
 
@@ -680,10 +692,10 @@ def test_blocks_that_a_copy_alone_pins_take_space_from_leases() -> None:
     rig.store(namespace, keys_of(*range(16)))
     copied = rig.blocks(namespace, keys_of(*range(6)))
     rig.cache.blocks.pin(copied)
-    assert rig.cache.lookup(namespace, 1, 1, [(0, keys_of(8, 9, 10))])[1] == 2
-    assert rig.cache.lookup(namespace, 1, 2, [(0, keys_of(0, 1, 2))])[1] == 3, "it is pinned anyway"
+    assert leased(rig, namespace, 1, 1, 8, 9, 10) == 2
+    assert leased(rig, namespace, 1, 2, 0, 1, 2) == 3, "it is pinned anyway"
     rig.cache.blocks.pin(rig.blocks(namespace, keys_of(12, 13, 14, 15)))
-    assert rig.cache.lookup(namespace, 1, 3, [(0, keys_of(3, 4, 5, 12, 13))])[1] == 3, "leases pin no more than eight"
+    assert leased(rig, namespace, 1, 3, 3, 4, 5, 12, 13) == 3, "leases pin no more than eight"
     check_invariants(rig.cache)
 
 
@@ -694,8 +706,9 @@ def test_a_lookup_of_several_groups_is_cut_to_the_same_part_of_each() -> None:
     rig.store(namespace, keys_of(*range(16)))
     rig.store(namespace, keys_of(*range(8)), group=1)
     rig.cache.lookup(namespace, 1, 1, [(0, keys_of(*range(8, 12)))])
-    (first, second), pinned = rig.cache.lookup(namespace, 2, 2, [(0, keys_of(*range(16))), (1, keys_of(*range(8)))])
-    assert pinned == first.count(R) + second.count(R)
+    (first, second), lease = rig.cache.lookup(namespace, 2, 2, [(0, keys_of(*range(16))), (1, keys_of(*range(8)))])
+    assert lease is not None
+    assert len(lease.blocks) == first.count(R) + second.count(R)
     assert (first.rstrip(bytes([A])), second.rstrip(bytes([A]))) == (bytes([R] * 4), bytes([R] * 2))
     check_invariants(rig.cache)
 

@@ -326,7 +326,7 @@ class CacheMachine(RuleBasedStateMachine):
     ) -> None:
         namespace, _, group = self.geometry(space, 0, group)
         request = [(group, keys_of(*chain)), (0, keys_of(*more))]
-        states, leased = self.cache.lookup(namespace, session, lease_id, request, reported=reported)
+        states, given = self.cache.lookup(namespace, session, lease_id, request, reported=reported)
         if reported:
             asked = self.unreported.setdefault((session, lease_id), (namespace, []))[1]
             found = [[state == READY for state in answer] for answer in states]
@@ -353,7 +353,7 @@ class CacheMachine(RuleBasedStateMachine):
         lease.pinned += fresh
         if lease.pinned:
             self.leases[lease_id] = lease
-        assert leased == len(lease.pinned)
+        assert (len(given.blocks) if given is not None else 0) == len(lease.pinned)
         if cut:  # leases, and running loads, also of a namespace that was forgotten, have what they may
             assert self.cache.blocks.pinned_bytes > 32 * UNIT // 8
 

@@ -134,6 +134,7 @@ def make_cache(config: Config, pool: Pool, events: EventLog, clock: Callable[[],
         clock,
         partial_timeout_s=config.limits.partial_timeout_s,
         lease_ttl_s=config.limits.lease_ttl_s,
+        max_leases=config.limits.max_leases,
     )
 
 

@@ -7,12 +7,12 @@ import pytest
 from tests.tools.ways import WAYS, go
 
 MOST = {
-    "lookup": (27, 19),
-    "store": (42, 31),
+    "lookup": (26, 15),
+    "store": (42, 29),
     "store-end": (19, 13),
     "load": (16, 11),
     "load-end": (22, 15),
-    "reset": (37, 23),
+    "reset": (36, 22),
     "disk-write": (69, 45),
     "promotion": (97, 71),
     "redis-promotion": (160, 114),
