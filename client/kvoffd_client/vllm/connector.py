@@ -19,6 +19,7 @@ from kvoffd_client.vllm.compat import (
     check_version,
     fence_no_readers,
     forget_session_blocks,
+    notice_resets,
     patch_v2_runner_fence,
     record_new_blocks,
     record_scheduled_blocks,
@@ -269,6 +270,8 @@ class KvoffdConnector(OffloadingConnector):
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
         self._pool = self._admission.pool = gpu_block_pool
         record_new_blocks(gpu_block_pool, self._new_blocks)
+        if (events := self._manager.stores.events) is not None:
+            notice_resets(gpu_block_pool, events.handle_engine_reset)
         fence_no_readers(self.connector_scheduler, lambda: self._begun_blocks - self._new_blocks)
         super().bind_gpu_block_pool(gpu_block_pool)
 
@@ -428,8 +431,6 @@ class KvoffdConnector(OffloadingConnector):
         self._manager.begin_step(scheduler_output.num_scheduled_tokens.values())
         if scheduler_output.total_num_scheduled_tokens > 0:
             namespace.ask()  # these tokens need a digest of the weights
-        if (events := self._manager.stores.events) is not None and self._pool is not None:
-            events.handle_engine_events(self._pool.kv_event_queue)
         if HAS_DEFECTS_OF_0_32 and new:
             forget_session_blocks(scheduler, [each.req_id for each in new])
         meta = super().build_connector_meta(self._as_vllm_reads_it(scheduler_output))
