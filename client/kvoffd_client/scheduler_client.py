@@ -26,8 +26,10 @@ MAX_BUFFERED_EVENTS = 100_000
 MAX_STORED_KEYS = 65_536
 """Most keys that ``StoredKeys`` remembers, about 10 MiB."""
 REPORT_PAUSE_S = 1.0
-"""Time for which reports of prompts are collected before they are sent together. Releases that the queue to the daemon
-did not take are sent again after it."""
+"""Time for which reports of prompts are collected before they are sent together. Releases and invalidations that the
+queue to the daemon did not take are sent again after it."""
+MAX_WAITING_INVALIDATIONS = 1024
+"""Invalidations kept while the queue to the daemon is full; the oldest are dropped."""
 MAX_WAITING_REPORTS = 4096
 """Reports of prompts kept while they cannot be sent, such as during a restart of the daemon, which counts all prompts.
 """
@@ -184,6 +186,8 @@ class SchedulerClient(Session):
         self._unanswered: dict[int, LookupFuture] = {}
         self._to_release: list[int] = []
         """Leases whose releases the queue to the daemon did not take."""
+        self._to_invalidate: deque[m.Invalidate] = deque(maxlen=MAX_WAITING_INVALIDATIONS)
+        """Invalidations that the queue to the daemon did not take, the oldest first."""
         self.events_lost = 0
         self._reports: deque[tuple[int, m.PromptReport]] = deque(maxlen=MAX_WAITING_REPORTS)
         """Reports that are not sent, with the ``epoch`` in which each prompt was decided."""
@@ -256,7 +260,8 @@ class SchedulerClient(Session):
         with self._transport.lock:
             if self._phase is Phase.OPEN and self._limits is not None:
                 for _, keys in self._split(groups):
-                    self._send(m.Invalidate(m.NO_REPLY, self._fingerprint, list(keys)))
+                    self._to_invalidate.append(m.Invalidate(m.NO_REPLY, self._fingerprint, list(keys)))
+                self._send_or_keep()
 
     def add_stored(self, keys: Iterable[bytes]) -> None:
         """Add keys to ``stored`` whose store is known to have ended before the daemon's event of it has come."""
@@ -293,8 +298,9 @@ class SchedulerClient(Session):
         *,
         problem: str = "",
         late_age_s: float = 0.0,
-    ) -> None:
-        """Report the prefill rate in tokens per second, and counts since the last call. All are lost without a session.
+    ) -> bool:
+        """Report the prefill rate in tokens per second, and counts since the last report. Return False if they could
+        not be sent, as without a session.
 
         ``late_lookups``: lookups that the engine gave up. ``unknown_hints``: hints that are not known or cannot be
         read. ``problem``: why the engine stores and loads nothing. ``late_age_s``: mean time since the late lookups.
@@ -306,8 +312,8 @@ class SchedulerClient(Session):
         message = m.ReportEngine(m.NO_REPLY, self._fingerprint, *fields)
         check(message)
         with self._transport.lock:
-            if self._phase is Phase.OPEN:  # also while it does not answer, which is when lookups are late
-                self._send(message)
+            # Also while it does not answer, which is when lookups are late.
+            return self._phase is Phase.OPEN and self._send(message) is None
 
     def report_prompt(self, report: m.PromptReport) -> None:
         """Report the outcome of a prompt within about a second. While not connected, only the last are kept: the next
@@ -364,15 +370,21 @@ class SchedulerClient(Session):
         # order, so this one arrives after its lookup.
         if self._phase is Phase.OPEN and lease_id:
             self._to_release.append(lease_id)
-            self._send_releases()
-            if self._to_release:
-                self._role_due = min(self._role_due, self._transport.now() + REPORT_PAUSE_S)
-                self._transport.notify()
+            self._send_or_keep()
 
-    def _send_releases(self) -> None:
-        """Send the releases that wait; keep them if they cannot be sent now."""
+    def _send_or_keep(self) -> None:
+        """Send the releases and invalidations that wait; try those that cannot be sent now again later."""
+        self._send_waiting()
+        if self._to_release or self._to_invalidate:
+            self._role_due = min(self._role_due, self._transport.now() + REPORT_PAUSE_S)
+            self._transport.notify()
+
+    def _send_waiting(self) -> None:
+        """Send the releases and invalidations that wait; keep those that cannot be sent now."""
         if self._to_release and self._send(m.Release(m.NO_REPLY, self._to_release)) is None:
             self._to_release = []
+        while self._to_invalidate and self._send(self._to_invalidate[0]) is None:
+            self._to_invalidate.popleft()
 
     def _on_answer(
         self,
@@ -459,6 +471,7 @@ class SchedulerClient(Session):
     def _role_disconnected(self, now: float) -> None:
         self._role_due = now + REPORT_PAUSE_S if self._reports else NEVER
         self._to_release = []
+        self._to_invalidate.clear()
         leases, self._leases = self._leases, {}
         for found in leases.values():
             found.stale_at = 0.0
@@ -468,8 +481,9 @@ class SchedulerClient(Session):
     def _role_tick(self, now: float) -> None:
         if now >= self._role_due:
             self._send_reports()
-            self._send_releases()
-            self._role_due = now + REPORT_PAUSE_S if self._reports or self._to_release else NEVER
+            self._send_waiting()
+            waits = self._reports or self._to_release or self._to_invalidate
+            self._role_due = now + REPORT_PAUSE_S if waits else NEVER
 
     def _send_reports(self) -> None:
         """Send the reports of prompts that wait; keep those that cannot be sent now."""

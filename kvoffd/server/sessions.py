@@ -91,8 +91,11 @@ class SessionTable:
         self._last_id = 0
         self.epoch = int.from_bytes(host.random(8), "big") >> 1
         """Random number of this daemon process, so that its clients do not take a successor's results for theirs."""
-        self.credit_bytes = credit_of_all_bytes(config, cache)
-        """Bytes of stores that each session may have outstanding: an equal part of the credit of all."""
+        self._writers = 0
+        """Number of sessions with registered memory."""
+        self.credit_bytes = self._credit_among(1)
+        """Bytes of stores that each of them may have outstanding: an equal part of the credit of all. A new session is
+        welcomed with what it will have, once it has registered its memory too."""
         self.endings: Counter[str] = Counter()
         """Ended sessions by ``Ending``: engines', and those of clients that misbehaved before their Hello."""
         self.stopping = False
@@ -143,7 +146,7 @@ class SessionTable:
             )
         self._set_role(session, message.role, printable(message.name), printable(message.software))
         limits = filled(Limits, self._config.limits)  # all fields: ServerLimits
-        credit = 0 if message.role is Role.ADMIN else self.credit_bytes
+        credit = 0 if message.role is Role.ADMIN else self._credit_among(self._writers + (not session.registrations))
         return Welcome(message.request_id, session.id, limits, credit)
 
     def _set_role(self, session: Session, role: Role, name: str, software: str) -> None:
@@ -242,8 +245,11 @@ class SessionTable:
 
     def share_credit(self) -> None:
         """Divide the credit among the sessions with registered memory, after their number changed."""
-        writers = sum(bool(session.registrations) for session in self)
-        self.credit_bytes = credit_of_all_bytes(self._config, self._cache) // max(1, writers)
+        self._writers = sum(bool(session.registrations) for session in self)
+        self.credit_bytes = self._credit_among(max(1, self._writers))
+
+    def _credit_among(self, writers: int) -> int:
+        return credit_of_all_bytes(self._config, self._cache) // writers
 
     def end(self, session: Session, on_released: Callable[[], None], why: Ending = Ending.GONE) -> None:
         """End a session after its lifeline: end its leases, stop its copies, unmap its memory.

@@ -378,6 +378,21 @@ def test_releases_that_did_not_go_out_go_out_together(scheduler: SchedulerClient
     assert link.last(m.Release).lease_ids == [future.lease_id for future in futures]
 
 
+def test_an_invalidation_and_a_report_that_did_not_go_out_are_not_lost(
+    scheduler: SchedulerClient, link: PaperLink
+) -> None:
+    link.full = True
+    scheduler.invalidate(KEYS)
+    assert not scheduler.report(1000.0, 1, 0), "so its caller keeps the counts"
+    assert (link.count(m.Invalidate), link.count(m.ReportEngine)) == (0, 0)
+    link.full = False
+    scheduler.tick(1.1)
+    assert link.last(m.Invalidate).groups == KEYS
+    scheduler.tick(2.2)
+    assert link.count(m.Invalidate) == 1
+    assert scheduler.report(1000.0, 1, 0)
+
+
 def test_a_lookup_is_done_after_all_that_is_read_of_it(
     scheduler: SchedulerClient, link: PaperLink, monkeypatch: pytest.MonkeyPatch
 ) -> None:

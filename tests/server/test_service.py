@@ -593,8 +593,21 @@ def test_credit_is_an_eighth_of_the_pool_among_writers(bench: Bench) -> None:
     bench.session(registers=False)
     bench.session()
     assert sessions.credit_bytes == whole
-    bench.session()
+    second = bench.session()
     assert sessions.credit_bytes == whole // 2
+    (welcome,) = bench.ask(second, m.Hello(3, m.PROTOCOL_VERSION, m.Role.WORKER, "test", "test"))
+    assert isinstance(welcome, m.Welcome)
+    assert welcome.credit_bytes == whole // 2, "also when it says Hello again"
+
+
+def test_a_new_writer_is_welcomed_with_its_part_of_the_credit(bench: Bench) -> None:
+    """Until its first store has ended it hears of no other."""
+    bench.session()
+    lifeline: Any = SimpleNamespace(alive=lambda: True, close_descriptor=os.close)
+    new = bench.service.sessions.open(lifeline, ClientProcess(0, 1, 1))
+    (welcome,) = bench.ask(new, m.Hello(1, m.PROTOCOL_VERSION, m.Role.WORKER, "test", "test"))
+    assert isinstance(welcome, m.Welcome)
+    assert welcome.credit_bytes == POOL_BYTES // 16
 
 
 def test_descriptors_of_all_sessions_are_bounded(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,6 +65,7 @@ class ManagerHarness:
         """Have another engine, whose first step begins."""
         usual = {"shard_bytes": [SHARD_BYTES] * len(self.manager.groups), "most_running": 1, "prompt_step_tokens": 256}
         self.manager.begin_engine(EngineFacts(**{**usual, **facts}))
+        self.may_have_tails = bool(facts.get("tail_tokens"))
         self.manager.begin_step([1])
 
     def sleep(self, seconds: float) -> None:
@@ -125,7 +126,9 @@ class ManagerHarness:
     def prepare(self, name: str, computed: int, **arguments: bool) -> bool:
         """vLLM comes to a request; whether it may scan it."""
         return self.manager.waits.prepare_scan(
-            self.manager.requests[name], computed, **{"engine_has_all": False, **arguments}
+            self.manager.requests[name],
+            computed,
+            **{"engine_has_all": False, "may_have_tail": self.may_have_tails, **arguments},
         )
 
     def scan(self, name: str = "r", computed: int = 0) -> bool:

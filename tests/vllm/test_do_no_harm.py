@@ -132,8 +132,12 @@ def test_manager_counts_what_is_left_out_and_tells_the_daemon(said: list[str]) -
     rig.client.ready = False
     rig.manager.begin_step([1])
     assert rig.client.reports == [], "what is counted while the daemon is away is reported when it is back"
-    rig.client.ready = True
-    rig.clock.now += 30.0
+    rig.client.ready = rig.client.is_full = True
+    rig.clock.now += 15.0
+    rig.manager.begin_step([1])
+    assert rig.client.reports == [], "so is what the queue to it does not take"
+    rig.client.is_full = False
+    rig.clock.now += 15.0
     rig.manager.begin_step([1])
     rig.clock.now += REPORT_EVERY_S
     rig.manager.begin_step([1])

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from vllm.distributed.kv_events import AllBlocksCleared as EngineCacheCleared
 from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVCacheEvent
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
@@ -184,14 +183,12 @@ def test_a_block_without_tokens_is_published_once_it_is_found(rig: Rig) -> None:
 
 
 def test_after_the_engines_own_clear_blocks_are_published_anew(rig: Rig) -> None:
-    """vLLM's AllBlocksCleared means ours to routers too. One that is seen in several steps counts once."""
+    """vLLM's AllBlocksCleared means ours to routers too."""
     rig.stored(0, 1)
     rig.take()
-    clear = EngineCacheCleared()
-    rig.host.handle_engine_events([clear])
+    rig.host.handle_engine_reset()
     rig.published[CPU].clear()  # as a router does
     rig.host.publish_found(rig.request, 0, chain_of(rig.request), 2)
-    rig.host.handle_engine_events([clear])
     rig.take()
     assert rig.published[CPU] == {0, 1}
     rig.removed(0)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from vllm.config import KVEventsConfig
-from vllm.distributed.kv_events import BlockStored
+from vllm.distributed.kv_events import AllBlocksCleared, BlockStored
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -280,6 +280,33 @@ def test_each_prompt_that_fits_is_computed_though_drafts_need_blocks_beside_a_lo
         alone = is_computed(f"{tokens} alone", prompt, there=False)
         assert is_computed(f"{tokens} there", prompt, there=True) or not alone, tokens
     assert len(engine.loaded) > 25
+    engine.close()
+
+
+def test_a_router_that_forgot_the_daemons_blocks_at_a_reset_hears_of_them_again(model: Path, tmp_path: Path) -> None:
+    """The reset comes between the last step that was scheduled and its end, as with several batches in flight."""
+    config = make_config(model, {"directory": str(tmp_path)}, max_model_len=1024)
+    config.kv_events_config = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
+    engine = SchedulerHarness(config, BLOCKS, KVCacheGroupSpec(["layer"], full_attention()))
+    published: list[Any] = []
+    engine.scheduler.kv_event_publisher.publish = lambda batch: published.extend(batch.events)
+    prompt = Random(1).choices(range(1000), k=8 * BLOCK_TOKENS + 1)
+    request = engine.add("computed", prompt)
+    engine.end([request], 10)
+    engine.there |= {bytes(one) for one in request.block_hashes}
+    assert engine.scheduler.reset_prefix_cache()
+    engine.step()
+    published.clear()
+    work = engine.work
+    for name in ("found", "found again"):
+        engine.end([engine.add(name, prompt)], 10)
+        known = [event for event in published if isinstance(event, BlockStored) and event.medium == "CPU"]
+        assert sum(len(event.block_hashes) for event in known) == 8, name
+        engine.work = lambda *step: (engine.scheduler.reset_prefix_cache(), work(*step))[1]  # type: ignore[method-assign]
+        engine.step()
+        engine.work = work  # type: ignore[method-assign]
+        assert any(isinstance(event, AllBlocksCleared) for event in published)
+        published.clear()
     engine.close()
 
 

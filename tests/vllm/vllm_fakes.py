@@ -24,6 +24,8 @@ class FakeSchedulerClient:
     epoch: int = 7
     ready: bool = True
     unreachable: bool = False
+    is_full: bool = False
+    """Whether the queue to the daemon is full."""
     session_id: int = 1
     reported_prefill_rate: float = 0.0
     asked: list[tuple[LookupFuture, list[GroupKeys]]] = field(default_factory=list)
@@ -114,10 +116,13 @@ class FakeSchedulerClient:
     def invalidate(self, groups: Sequence[GroupKeys]) -> None:
         self.invalidated.extend(groups)
 
-    def report(self, *figures: float, problem: str = "", late_age_s: float = 0.0) -> None:
+    def report(self, *figures: float, problem: str = "", late_age_s: float = 0.0) -> bool:
+        if self.is_full:
+            return False
         self.reports.append(figures)
         self.late_ages_s.append(late_age_s)
         self.problems.append(problem)
+        return True
 
     def take_events(self) -> list[KvEvent]:
         taken, self.events = self.events, []

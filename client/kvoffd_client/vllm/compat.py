@@ -80,7 +80,7 @@ USED = {
     "vllm.lora.request:LoRARequest": "load_inplace lora_int_id lora_name lora_path",
     "vllm.multimodal.inputs:MultiModalFeatureSpec": "mm_position",
     "vllm.multimodal.inputs:PlaceholderRange": "length offset",
-    "vllm.v1.core.block_pool:BlockPool": "get_cached_block get_new_blocks get_usage kv_event_queue",
+    "vllm.v1.core.block_pool:BlockPool": "get_cached_block get_new_blocks get_usage reset_prefix_cache",
     "vllm.v1.core.kv_cache_manager:KVCacheBlocks": "blocks",
     "vllm.v1.core.kv_cache_utils:KVCacheBlock": "block_id is_null",
     "vllm.v1.core.sched.output:KVConnectorBlockState": "boundary_state_offloads",
@@ -133,6 +133,7 @@ SIGNATURES = {
     f"{V1}.offloading_connector:OffloadingConnector.__init__": "vllm_config role kv_cache_config",
     "vllm.v1.core.block_pool:BlockPool.get_cached_block": "block_hash kv_cache_group_ids",
     "vllm.v1.core.block_pool:BlockPool.get_new_blocks": "num_blocks",
+    "vllm.v1.core.block_pool:BlockPool.reset_prefix_cache": "",
     "vllm.v1.kv_offload.base:OffloadingSpec.__init__": "config",
     "vllm.v1.kv_offload.base:make_offload_key": "block_hash group_idx",
 }
@@ -296,6 +297,23 @@ def record_new_blocks(pool: Any, new: set[int]) -> None:
         return blocks
 
     pool.get_new_blocks = get_new_blocks
+
+
+def notice_resets(pool: Any, handle_reset: Callable[[], None]) -> None:
+    """Call ``handle_reset`` whenever vLLM's pool has forgotten its cached blocks.
+
+    Its event of that is no sign: with several batches in flight it may be taken before another step is made.
+    """
+    reset = pool.reset_prefix_cache
+
+    @wraps(reset)
+    def reset_prefix_cache() -> bool:
+        done: bool = reset()
+        if done:
+            handle_reset()
+        return done
+
+    pool.reset_prefix_cache = reset_prefix_cache
 
 
 def fence_no_readers(scheduler: Any, only_read: Callable[[], set[int]]) -> None:

@@ -19,6 +19,7 @@ from kvoffd_client.vllm.compat import (
     check_version,
     fence_no_readers,
     forget_session_blocks,
+    notice_resets,
     patch_v2_runner_fence,
     record_new_blocks,
     record_scheduled_blocks,
@@ -44,10 +45,9 @@ from kvoffd_client.vllm.engine_namespace import MemoryState
 from kvoffd_client.vllm.fingerprint import collect_factors, label_of, namespace_of
 from kvoffd_client.vllm.host_block_events import HostBlockEvents
 from kvoffd_client.vllm.live_weights import LiveWeights, has_experts_elsewhere
-from kvoffd_client.vllm.load_admission import Admission, LoadAdmission
 from kvoffd_client.vllm.log import is_no_refusal, logger
 from kvoffd_client.vllm.manager import KvoffdManager
-from kvoffd_client.vllm.request_state import RequestState
+from kvoffd_client.vllm.prompt_matcher import PromptMatcher
 from kvoffd_client.vllm.scans import replace_searches
 from kvoffd_client.vllm.spec import KvoffdSpec, register_spec
 from kvoffd_client.vllm.worker import KvoffdWorker
@@ -64,8 +64,6 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
-DROPPED_CHUNKS = 4
-"""Chunks at the end of a hit that vLLM's scan leaves out at most: for the last token, for drafts, and for states."""
 STORE_LOGGER = "vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler"
 
 
@@ -124,14 +122,11 @@ class KvoffdConnector(OffloadingConnector):
         self._manager.begin_engine(engine)
         self._manager.lookups.enabled = vllm_config.kv_transfer_config.is_kv_consumer
         self._manager.stores.enabled = vllm_config.kv_transfer_config.is_kv_producer
-        self._waits, requests = self._manager.waits, self._manager.requests
+        requests = self._manager.requests
         replace_searches(self.connector_scheduler, self._manager.groups, lambda request_id: requests[request_id].scan)
-        self._admission = LoadAdmission(
-            vllm_config, kv_cache_config, clock=self._manager.clock, is_loading=self._manager.is_loading
+        self._matcher = PromptMatcher(
+            vllm_config, kv_cache_config, self._manager, self._shape, self._scan, engine.tail_tokens
         )
-        self._tail_tokens = engine.tail_tokens
-        self._has_drafts = vllm_config.speculative_config is not None
-        self._read_ahead_tokens = vllm_config.num_prefill_lookahead_tokens
         if engine.publishes_events:
             self._manager.stores.events = HostBlockEvents(
                 {index: self._manager.groups[index] for index in self._shape.full_attention},
@@ -267,8 +262,11 @@ class KvoffdConnector(OffloadingConnector):
     # --- scheduler ---
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
-        self._pool = self._admission.pool = gpu_block_pool
+        self._pool = gpu_block_pool
+        self._matcher.bind_pool(gpu_block_pool)
         record_new_blocks(gpu_block_pool, self._new_blocks)
+        if (events := self._manager.stores.events) is not None:
+            notice_resets(gpu_block_pool, events.handle_engine_reset)
         fence_no_readers(self.connector_scheduler, lambda: self._begun_blocks - self._new_blocks)
         super().bind_gpu_block_pool(gpu_block_pool)
 
@@ -283,130 +281,20 @@ class KvoffdConnector(OffloadingConnector):
         If the engine's own cache has as much of a prompt as it can use, nothing is loaded: the last token needs a step
         anyway, and the load of one more block would delay it.
         """
-        tokens = self._find(request, num_computed_tokens)
+        tokens = self._matcher.match(request, num_computed_tokens)
         # A prefill instance computed the prompt, and its connector (NIXL, Mooncake) loads it and deletes the mark. Do
         # not defer: MultiConnector would also defer the load of another connector, which has the whole prompt.
         if tokens is None and (request.kv_transfer_params or {}).get("do_remote_prefill"):
             return 0, False
         return tokens, bool(tokens)  # always asynchronous, as a load that fails inside a step cannot be recomputed
 
-    def _find(self, request: Request, own_tokens: int) -> int | None:
-        """Return the tokens to load for a request whose ``own_tokens`` are in vLLM's own cache; None if it waits."""
-        manager, waits = self._manager, self._waits
-        if waits.pass_over(request.request_id, own_tokens):
-            return None
-        state = manager.requests[request.request_id]
-        if self._must_wait(state, own_tokens):
-            return None
-        manager.namespace.ask()
-        if manager.adapters.await_content(state):
-            return None
-        has_all = own_tokens >= self._shape.usable_tokens(request.num_tokens, own_tokens)
-        has_tail = self._tail_tokens > 0 and self._has_tail(request, own_tokens)
-        if not waits.prepare_scan(state, own_tokens, engine_has_all=has_all, engine_has_tail=has_tail):
-            return None
-        if (found := waits.found_before(state, own_tokens)) is None:
-            tokens = self._scan(state, own_tokens)
-            waits.record_scan(state, own_tokens, tokens)
-        else:
-            tokens = found.tokens
-        return None if tokens is None else self._admit(state, own_tokens, tokens)
-
-    def _must_wait(self, state: RequestState, own_tokens: int) -> bool:
-        """Return whether a request waits in this step, whatever a scan would find: to compute, for the load of an
-        earlier one; to be loaded, for one whose load waits for space. If only a scan can tell, it waits once enough
-        requests were scanned in this step."""
-        admission, waits, request = self._admission, self._waits, state.request
-        if not admission.holds_up_others:
-            return False
-        if (found := waits.found_before(state, own_tokens)) is not None:
-            is_load = found.tokens > 0 and not self._manager.harm.skips_load(found.tokens)
-            to_compute = admission.waits_for_earlier(request, own_tokens + found.tokens)
-            return to_compute or (is_load and admission.has_deferred)
-        if (loadable := waits.loadable(state, own_tokens)) is None:
-            return False
-        least, most = loadable
-        if admission.waits_for_earlier(request, own_tokens + most):
-            return True
-        if admission.has_deferred and self._has_load(request, least, most):
-            return True
-        depends = most > 0 and (admission.has_deferred or admission.waits_for_earlier(request, own_tokens + least))
-        return depends and not waits.take_scan(state)
-
-    def _has_load(self, request: Request, least: int, most: int) -> bool:
-        """Return whether vLLM's scan of a request must find a load, and one that is not skipped for being slow, if it
-        can find ``least`` to ``most`` tokens less DROPPED_CHUNKS."""
-        is_limited = request.mm_features or "max_load_tokens" in (request.kv_transfer_params or ())
-        fewest = least - DROPPED_CHUNKS * self._shape.chunk_tokens
-        return fewest > 0 and not is_limited and not self._manager.harm.may_skip(fewest, most)
-
-    def _has_tail(self, request: Request, own_tokens: int) -> bool:
-        """Return whether vLLM's own cache has a prompt's longest tail too: it tells connectors of whole blocks only.
-
-        False with drafts, whose tails have another hash in 0.33.
-        """
-        tail_end = (request.num_prompt_tokens - 1) // self._tail_tokens  # in hashes
-        beyond, hashes = tail_end * self._tail_tokens - own_tokens, request.block_hashes
-        is_tail = 0 < beyond < self._shape.block_tokens and tail_end <= len(hashes)
-        if self._pool is None or not is_tail or self._has_drafts:
-            return False
-        return bool(self._pool.get_cached_block(hashes[tail_end - 1], self._shape.group_ids))
-
-    def _scan(self, state: RequestState, own_tokens: int) -> int | None:
-        """Return the tokens that can be loaded by vLLM's scan of the answer; None if the request must wait."""
-        request = state.request
-        tokens, _ = super().get_num_new_matched_tokens(request, own_tokens)
-        if state.scan.wanted_tails:
-            if not self._waits.look_up_tails(state, own_tokens):
-                return None
+    def _scan(self, request: Request, own_tokens: int, most_tokens: int | None) -> int | None:
+        """Return the tokens that vLLM finds to load, ``most_tokens`` if given; None if the request must wait."""
+        if most_tokens is None:
             tokens, _ = super().get_num_new_matched_tokens(request, own_tokens)
-        if state.scan.awaits_tail:  # vLLM defers a request for a tail only without other hits
-            return None
-        state.scan.asks_tails = False  # no lookup follows the scans below
-        while tokens and request.mm_features and self._needs_two_images(request, own_tokens + tokens):
-            size = self._shape.chunk_tokens  # load a chunk less
-            most = (own_tokens + tokens - 1) // size * size - own_tokens
-            tokens, _ = self.connector_scheduler.get_num_new_matched_tokens(request, own_tokens, max(most, 0))
+        else:
+            tokens, _ = self.connector_scheduler.get_num_new_matched_tokens(request, own_tokens, most_tokens)
         return tokens
-
-    def _needs_two_images(self, request: Request, end: int) -> bool:
-        """Return whether the tokens behind a hit, with those that a draft reads ahead, belong to more than one image.
-
-        vLLM's scheduler would compute neither image if the encoder takes one in a step: it stops before the second
-        image, less what the draft reads ahead, which is where the hit ends. The request, and all behind it, would wait
-        forever.
-        """
-        images = [feature.mm_position for feature in request.mm_features]
-        return sum(at.offset <= end + self._read_ahead_tokens and at.offset + at.length > end for at in images) > 1
-
-    def _admit(self, state: RequestState, own_tokens: int, tokens: int) -> int | None:
-        """Return how many of the ``tokens`` found are loaded now; None if the request waits for other loads, or because
-        the next step reads another adapter."""
-        if self._shape.full_attention and self._shape.has_windows_or_states:
-            self._mark_shared_prefix(state, own_tokens + tokens)
-        if not tokens or self._manager.skip_slow_load(state, tokens):
-            return 0 if self._admission.admit_compute(state.request, own_tokens) else None
-        if (adapter := state.request.lora_request) is not None and not self._manager.adapters.may_check(adapter):
-            return None
-        admission = self._admission.admit_load(state.request, own_tokens + tokens)
-        if admission is Admission.ONLY_COMPUTE:
-            self._manager.refuse_load(state)
-            return 0
-        return tokens if admission is Admission.LOAD else None
-
-    def _mark_shared_prefix(self, state: RequestState, found: int) -> None:
-        """Make vLLM keep and offer the windows and states at the end of the prefix that the daemon has.
-
-        vLLM keeps those at the end of each prompt, and where prompts in its own cache diverge. Without this, a common
-        prefix of prompts that never meet there would get no window or state, and never be a hit.
-        ``found`` tokens are loaded or in vLLM's own cache.
-        """
-        if (answer := state.answer) is None:
-            return
-        request, groups = state.request, self._manager.groups
-        tokens = min(answer.leading_ready(at) * groups[at].tokens_per_chunk for at in self._shape.full_attention)
-        if found < tokens < request.num_prompt_tokens:
-            request.shared_prefix_boundary = max(request.shared_prefix_boundary, tokens)
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """As vLLM's; also releases the pinned blocks of a request that is scheduled without a load."""
@@ -415,7 +303,7 @@ class KvoffdConnector(OffloadingConnector):
             record_scheduled_blocks(self.connector_scheduler, ids)
         for group in self._shape.attention_ids:
             self._begun_blocks.update([block.block_id for block in blocks.blocks[group]])
-        self._admission.record_scheduled(request, computed_s=num_external_tokens / self._manager.times.rate)
+        self._matcher.record_scheduled(request, num_external_tokens)
         self._manager.scheduled(request, num_external_tokens)
         super().update_state_after_alloc(request, blocks, num_external_tokens)
 
@@ -423,13 +311,11 @@ class KvoffdConnector(OffloadingConnector):
         """As vLLM's, with news about the namespace for the workers."""
         namespace, scheduler = self._manager.namespace, self.connector_scheduler
         self._reset_since_step = False
-        self._admission.begin_step()
+        self._matcher.begin_step()
         new = scheduler_output.scheduled_new_reqs
         self._manager.begin_step(scheduler_output.num_scheduled_tokens.values())
         if scheduler_output.total_num_scheduled_tokens > 0:
             namespace.ask()  # these tokens need a digest of the weights
-        if (events := self._manager.stores.events) is not None and self._pool is not None:
-            events.handle_engine_events(self._pool.kv_event_queue)
         if HAS_DEFECTS_OF_0_32 and new:
             forget_session_blocks(scheduler, [each.req_id for each in new])
         meta = super().build_connector_meta(self._as_vllm_reads_it(scheduler_output))

@@ -28,11 +28,11 @@ class EngineReports:
         self._namespace, self._clock, self._counters = namespace, clock, counters
         self.due_at = clock() + REPORT_EVERY_S
         self._reported, self._reported_late_times = Counter[str](), 0.0
-        """Counters, and ``PromptWaits.late_times_sum``, at the last report."""
+        """Counters, and ``PromptWaits.late_times_sum``, at the last report that was sent."""
         self._reported_problem = ""
 
     def send(self, prefill_rate: float, late_times_sum: float) -> None:
-        """Send a report, unless there is nothing to report.
+        """Send a report, unless there is nothing to report. What cannot be sent now is part of the next one.
 
         Args:
             prefill_rate: tokens per second; 0 while unknown.
@@ -40,12 +40,12 @@ class EngineReports:
         """
         self.due_at = self._clock() + REPORT_EVERY_S
         changes = self._counters - self._reported
-        self._reported = Counter(self._counters)
         counts = [min(changes[name], MAX_REPORTED) for name in metrics.REPORTED]
         late, since_last = changes[metrics.LATE_LOOKUPS], late_times_sum - self._reported_late_times
-        self._reported_late_times = late_times_sum
         late_age_s = self._clock() - since_last / late if late else 0.0
         problem = self._namespace.problem
         if any((prefill_rate, *counts, problem, self._reported_problem)):
-            self._namespace.client.report(prefill_rate, *counts, problem=problem, late_age_s=late_age_s)
+            if not self._namespace.client.report(prefill_rate, *counts, problem=problem, late_age_s=late_age_s):
+                return
+            self._reported, self._reported_late_times = Counter(self._counters), late_times_sum
             self._reported_problem = problem

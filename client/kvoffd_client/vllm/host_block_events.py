@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain, islice
 from typing import Any, NamedTuple
 
-from vllm.distributed.kv_events import AllBlocksCleared as AllEngineBlocksCleared
 from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVCacheEvent
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import BlockHash, hash_block_tokens, maybe_convert_block_hash
@@ -96,8 +95,6 @@ class HostBlockEvents:
         """Events of the daemon that are not applied yet."""
         self._made: list[KVCacheEvent] = []
         """Events of vLLM for the next ``take``."""
-        self._cleared: KVCacheEvent | None = None
-        """The engine's last event that its own blocks are cleared."""
         self._withdrawn: dict[str, dict[bytes, tuple[int, list[bytes]]]] = {MEDIUM_CPU: {}, MEDIUM_STORAGE: {}}
         """Keys of cleared blocks by medium, whose removal is unpublished, with group and hashes as in _published."""
 
@@ -142,18 +139,14 @@ class HostBlockEvents:
             origins[index] = parents, b"".join([block.token_ids for block in blocks])
         return origins
 
-    def handle_engine_events(self, events: Iterable[KVCacheEvent]) -> None:
-        """Handle vLLM's own events, which are published before ours: after its AllBlocksCleared routers know no blocks.
-
-        Existing blocks are published again when a request finds them.
+    def handle_engine_reset(self) -> None:
+        """Handle a reset of vLLM's own cache. Its AllBlocksCleared is published before our next events, and after it
+        routers know no blocks. Existing blocks are published again when a request finds them.
         """
-        cleared = [event for event in events if isinstance(event, AllEngineBlocksCleared)]
-        if cleared and cleared[-1] is not self._cleared:
-            self._cleared = cleared[-1]
-            self._made.clear()
-            for medium, published in self._published.items():
-                published.clear()
-                self._withdrawn[medium].clear()
+        self._made.clear()
+        for medium, published in self._published.items():
+            published.clear()
+            self._withdrawn[medium].clear()
 
     def _withdraw(self, most: int) -> int:
         """Publish the removal of at most ``most`` cleared keys; return their number."""

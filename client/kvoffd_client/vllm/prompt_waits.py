@@ -26,16 +26,7 @@ one prompt. vLLM makes a key of each hash, in about a microsecond."""
 
 
 class PromptWaits:
-    """The waits of the prompts that are not scheduled. vLLM comes to each of them in each step.
-
-    Then the connector asks in this order, until it finds that the prompt waits:
-
-    1. ``pass_over``: it is parked.
-    2. ``found_before``, else ``loadable``: whatever it may load must wait for other prompts' loads. Where a scan must
-       tell, ``take_scan`` lets a few continue.
-    3. ``prepare_scan``: it waits for an answer. Else vLLM may scan that.
-    4. ``found_before``, else vLLM's scan: it waits for blocks to be promoted, or to be loaded for another prompt.
-       ``record_scan`` keeps the result.
+    """The waits of the prompts that are not scheduled, of which ``PromptMatcher`` asks in each step.
 
     Args:
         lookups: the prompts' lookups, which this sends and takes.
@@ -162,9 +153,7 @@ class PromptWaits:
 
     # --- a prompt's scan ---------------------------------------------------------------------------
 
-    def prepare_scan(
-        self, state: RequestState, own_tokens: int, *, engine_has_all: bool, engine_has_tail: bool = False
-    ) -> bool:
+    def prepare_scan(self, state: RequestState, own_tokens: int, *, engine_has_all: bool, may_have_tail: bool) -> bool:
         """Prepare the results of vLLM's scan of a request, which must see a single answer.
 
         Return False if the request waits: then it is parked if that is for an answer, and vLLM must not scan it now.
@@ -172,12 +161,10 @@ class PromptWaits:
         Args:
             own_tokens: tokens in vLLM's own cache, in whole blocks.
             engine_has_all: those are all that vLLM can use: nothing can be loaded but a tail.
-            engine_has_tail: vLLM's own cache has the longest tail, too.
+            may_have_tail: the prompt may have a tail that is not in vLLM's own cache.
         """
-        tail_tokens = self._engine.tail_tokens
-        fits_tail = bool(tail_tokens) and own_tokens + tail_tokens < state.request.num_prompt_tokens
         state.scan = PreparedScan(own_tokens, engine_has_all, self._lookups.may_load(state))
-        may_scan = self._prepare(state, own_tokens, may_have_tail=fits_tail and not engine_has_tail)
+        may_scan = self._prepare(state, own_tokens, may_have_tail=may_have_tail)
         if may_scan:
             state.wait.since = None
         return may_scan
@@ -185,7 +172,8 @@ class PromptWaits:
     def look_up_tails(self, state: RequestState, own_tokens: int) -> bool:
         """Look up the tails that vLLM wanted in its scan, and prepare a second one. Returns as ``prepare_scan``."""
         self._lookups.look_up_tails(state)
-        may_scan = self.prepare_scan(state, own_tokens, engine_has_all=state.scan.engine_has_all)
+        has_all = state.scan.engine_has_all
+        may_scan = self.prepare_scan(state, own_tokens, engine_has_all=has_all, may_have_tail=True)
         state.scan.asks_tails = False  # the second scan takes what is known
         return may_scan
 
