@@ -402,6 +402,22 @@ def test_a_file_system_that_hangs_keeps_nobody_waiting(monkeypatch: pytest.Monke
     assert (file.read(), file.problem) == (b"third", "")
 
 
+def test_a_write_is_a_problem_once_it_hangs(monkeypatch: pytest.MonkeyPatch, open_file: Open) -> None:
+    """Until then what the one before it found holds."""
+    hangs, replace = threading.Event(), os.replace
+    monkeypatch.setattr(os, "replace", lambda *names: hangs.wait(30.0) and replace(*names))
+    monkeypatch.setattr(persistence, "HANGS_S", inf)
+    file = open_file("file")
+    file.save(b"content")
+    wait_until(lambda: file._began_at)
+    assert (file.is_tried, file.lasting_problem) == (False, "")
+    monkeypatch.setattr(persistence, "HANGS_S", 0.0)
+    assert "has been being written for" in file.lasting_problem
+    hangs.set()
+    assert file.flush(30.0)
+    assert file.lasting_problem == ""
+
+
 # --- what a policy learned -------------------------------------------------------------------------
 
 
