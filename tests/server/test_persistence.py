@@ -154,7 +154,7 @@ def test_the_oldest_names_are_forgotten_on_the_safe_side(monkeypatch: pytest.Mon
     """Those of namespaces that there are stay."""
     monkeypatch.setattr(generations, "MAX_NAMES", 10)
     state = next_state()
-    state.generations.is_open = {ONE}.__contains__
+    state.generations.known = [ONE, never := b"3" * 32]
     for name in (OTHER, ONE, *(bytes([number]) for number in range(9))):
         state.generations.void_here(name)
         unshare(state, name, 6)
@@ -168,6 +168,7 @@ def test_the_oldest_names_are_forgotten_on_the_safe_side(monkeypatch: pytest.Mon
     assert again.generations.of(OTHER) >= was[1]
     assert again.generations.is_unshared(ONE)
     assert again.generations.is_unshared(OTHER)
+    assert (again.generations.of(never), again.generations.is_unshared(never)) == (0, False)
     follow(again, OTHER, 6)
     assert again.generations.is_unshared(OTHER)
     follow(again, OTHER, 7)
