@@ -88,6 +88,8 @@ class Generations:
         self._save, self._wall_clock = save, wall_clock
         self.known: Collection[bytes] = ()
         self.voided: set[bytes] = set()
+        self._cleared_at: dict[bytes, int] = {}
+        """Time of the latest clear that ``void_before`` was told."""
         self.restore(resets or Resets())
 
     def restore(self, resets: Resets) -> None:
@@ -193,6 +195,15 @@ class Generations:
         put_newest(self._fleet, fingerprint, generation, MAX_HEARD)
         self.voided.add(fingerprint)
         return True
+
+    def void_before(self, fingerprint: bytes, generation: int, cleared_at: int) -> None:
+        """Void a namespace's blocks from before a clear of all nodes that has the known fleet generation, if there may
+        be any: another clear may have it too. ``cleared_at``: in microseconds, by the clock of the node that cleared.
+        """
+        is_new = cleared_at > self._cleared_at.get(fingerprint, 0)  # once for each clear: its clock may be ahead
+        if is_new and generation == self.fleet(fingerprint) and self.of(fingerprint) < cleared_at:
+            put_newest(self._cleared_at, fingerprint, cleared_at, MAX_HEARD)
+            self.voided.add(fingerprint)
 
     def followed(self, fingerprint: bytes) -> None:
         """Note that the blocks of a namespace that was voided on all nodes are gone here, and share it again, unless an
