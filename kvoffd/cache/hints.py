@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain as chained
-from itertools import count, groupby, islice, pairwise
+from itertools import groupby, islice, pairwise
 from math import inf
 from sys import float_info
 
@@ -45,6 +45,10 @@ MAX_ENDED = 1024
 """Extra entries of ``_deadlines``, over two per live retention, before it is rebuilt."""
 RELEASED = 1
 """Number of all released blocks, instead of a retention's."""
+MAX_NUMBER = 2**32 - 1
+"""Largest number of a retention. After it all are numbered again."""
+NUMBERED_AT_ONCE = 1 << 20
+"""Slots of one part of that."""
 ANY = 0
 """Giver of a wish that hints of several givers made, or one of an unknown giver: no release ends it."""
 
@@ -131,7 +135,9 @@ class HintedOrder:
         self._ended: dict[int, Retention] = {}
         """Retentions that have ended and have blocks aside."""
         self._deadlines: list[tuple[float, int]] = []
-        self._numbers = count(RELEASED + 1)
+        self._last_number = RELEASED
+        self._listed: npt.NDArray[np.uint32] | None = None
+        """The keys of ``_retentions``; None if they have changed since they were asked for."""
         self._released: dict[int, bool] = {}
         """Released blocks, which have left the policy, in the order in which they are evicted; all values are True."""
         self._awaited = AwaitedKeys()
@@ -202,6 +208,8 @@ class HintedOrder:
         self.end_lapsed()
         if wish.deadline <= self._clock():
             return
+        if self._last_number + len(blocks) > MAX_NUMBER:  # each new retention takes a block at least
+            self._number_again()
         are_retained, counters = self.are_retained(blocks), group.namespace.counters
         retained, wanted = blocks[are_retained], blocks[~are_retained]
         wishes: dict[Wish, Wish] = {}
@@ -224,8 +232,10 @@ class HintedOrder:
         while blocks.size:
             one = wish.filling
             if one is None or not one.left or one.number not in self._retentions:
-                one = wish.filling = Retention(wish, next(self._numbers), most)
+                self._last_number += 1
+                one = wish.filling = Retention(wish, self._last_number, most)
                 self._retentions[one.number] = one
+                self._listed = None
                 self._ranked.setdefault((wish.priority, wish.session), {})[one.number] = one
                 heapq.heappush(self._deadlines, (wish.deadline, one.number))
             some, blocks = blocks[: one.left], blocks[one.left :]
@@ -235,6 +245,27 @@ class HintedOrder:
             self._retained_may_be_next = True
         if len(self._deadlines) > 2 * len(self._retentions) + MAX_ENDED:
             self._deadlines = sorted((one.wish.deadline, number) for number, one in self._retentions.items())
+
+    def _number_again(self) -> None:
+        """Give all retentions the lowest numbers, in the same order, and blocks with a number of none of them 0.
+
+        It looks at all slots, once in 4 billion retentions.
+        """
+        ones = sorted([*self._retentions.values(), *self._ended.values()], key=lambda one: one.number)
+        numbers = np.array([one.number for one in ones], np.uint32)
+        for first in range(0, len(self._hint_of), NUMBERED_AT_ONCE):
+            hints = self._hint_of[first : first + NUMBERED_AT_ONCE]
+            hinted = np.flatnonzero(hints > RELEASED)
+            at, are_live = np.searchsorted(numbers, hints[hinted]), np.isin(hints[hinted], numbers)
+            hints[hinted] = np.where(are_live, at + RELEASED + 1, 0)
+        for number, one in enumerate(ones, RELEASED + 1):
+            one.number = number
+        for known in (self._retentions, self._ended, *self._ranked.values()):
+            every = list(known.values())
+            known.clear()
+            known.update((one.number, one) for one in every)
+        self._deadlines = sorted((one.wish.deadline, number) for number, one in self._retentions.items())
+        self._last_number, self._listed = RELEASED + len(ones), None
 
     def _fitting(
         self, wish: Wish, blocks: BlockIds, block_bytes: int, most_bytes: int, within: Namespace | HintedOrder
@@ -280,6 +311,7 @@ class HintedOrder:
 
     def _unlist(self, one: Retention) -> None:
         del self._retentions[one.number]
+        self._listed = None
         rank = one.wish.priority, one.wish.session
         del self._ranked[rank][one.number]
         if not self._ranked[rank]:
@@ -328,7 +360,9 @@ class HintedOrder:
     @property
     def retentions(self) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint32]]:
         """Numbers of hints, [slots] of each block and, ascending, those that retain their blocks now."""
-        return self._hint_of, np.fromiter(self._retentions, np.uint32, len(self._retentions))
+        if self._listed is None:
+            self._listed = np.fromiter(self._retentions, np.uint32, len(self._retentions))
+        return self._hint_of, self._listed
 
     def are_retained(self, blocks: BlockIds) -> npt.NDArray[np.bool_]:
         """Return which blocks a hint retains."""

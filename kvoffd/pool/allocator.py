@@ -141,6 +141,22 @@ class SlotAllocator(Structure):
     def used_bytes(self) -> int:
         return self.pool_bytes - self.free_bytes
 
+    @property
+    def used_slots(self) -> int:
+        """Number of allocated slots. Of all slots only regions are looked at."""
+        used = np.flatnonzero(self.slot_bytes)
+        begin = used * self.region_bytes
+        fitting = (np.minimum(begin + self.region_bytes, self.pool_bytes) - begin) // self.slot_bytes[used]
+        return int(fitting.sum()) - int(self._free[used].sum())
+
+    @property
+    def used_end(self) -> int:
+        """The number behind the last allocated slot; 0 if there is none."""
+        if not (used := np.flatnonzero(self.slot_bytes)).size:
+            return 0
+        first = int(used[-1]) * self.slots_per_region
+        return first + int(np.flatnonzero(self.in_use[first : first + self.slots_per_region])[-1]) + 1
+
     def slot_size(self, nbytes: int) -> int:
         """Return the size of the slot that holds ``nbytes``: whole pages, at least ``MIN_SLOT_BYTES``.
 

@@ -129,30 +129,28 @@ class HealthWatch:
                 "in many pieces: `ss -xp` and `kvoffd-cli clients` show which. End it, or raise the limit "
                 "(LimitNOFILE= in the systemd unit, ulimit -n).",
             )
-        if (file := self.state_file).is_tried and file.problem:  # while it is being written, nothing is known
+        if problem := self.state_file.lasting_problem:
             yield (
                 "state_unwritable",
-                f"{file.problem}. `clear`, resets and quotas report errors, and a kill may undo them.",
+                f"{problem}. `clear`, resets and quotas report errors, and a kill may undo them.",
             )
 
     def _full_quota(self) -> str:
-        """Return the namespace whose quota refused the most blocks so far, of those that have one now, as a part of a
-        sentence."""
-        quotas = self.cache.quotas
-        limited = (one for one in self.cache.namespaces.values() if one.fingerprint in quotas)
-        one = max(limited, key=lambda one: one.counters.no_space["quota"], default=None)
-        if one is None or not one.counters.no_space["quota"]:  # the one that refused is forgotten, or has no quota now
+        """Return the namespace whose quota refused the most blocks in the last minute, as a part of a sentence."""
+        one, quotas = self.traffic.least_space("quota"), self.cache.quotas
+        if one is None or one.fingerprint not in quotas:  # it is forgotten, or has no quota now
             return ""
         return f" ({one.label} {namespace_id(one.fingerprint)}, at most {format_size(quotas[one.fingerprint])})"
 
     def _missing_ranks(self) -> str:
-        """Return the ranks of a namespace that have not registered, as a part of a sentence."""
-        for one in self.cache.namespaces.values():
-            missing = [rank for rank, sizes in enumerate(one.shard_bytes) if sizes is None]
-            if 0 < len(missing) < one.world_size:
-                ranks = ", ".join(map(str, missing))
-                return f" ({one.label} {namespace_id(one.fingerprint)} lacks rank{plural(len(missing))} {ranks})"
-        return ""
+        """Return the ranks of the namespace whose stores lacked them the most, as a part of a sentence."""
+        if (one := self.traffic.least_space("unregistered")) is None:
+            return ""
+        missing = [str(rank) for rank, sizes in enumerate(one.shard_bytes) if sizes is None]
+        if not missing:  # they have registered since
+            return ""
+        ranks = f"rank{plural(len(missing))} {', '.join(missing)}"
+        return f" ({one.label} {namespace_id(one.fingerprint)} lacks {ranks})"
 
     def _most_pinned(self) -> str:
         """Return the session that pins the most, as a part of a sentence."""

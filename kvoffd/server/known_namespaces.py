@@ -173,7 +173,10 @@ class KnownNamespaces:
                 self._forget(namespace)
 
     def _evict_unused(self) -> None:
-        """Evict what nobody has had open for longest if the limit is reached. Raises KvoffdError if all are open."""
+        """If the limit is reached, evict what nobody has had open for longest, one without blocks if there is any.
+
+        Raises KvoffdError if all are open.
+        """
         cache, most = self._cache, self._limits.max_namespaces
         if len(cache.namespaces) < most:
             return
@@ -183,7 +186,7 @@ class KnownNamespaces:
             why = f"All {most} namespaces are in use, the limit. End engines that are not needed."
             raise KvoffdError(why, ErrorCode.TOO_MANY)
         # Even one with blocks: else a block in each would block new namespaces forever.
-        oldest = min(unused, key=lambda one: one.last_open_at)
+        oldest = min(unused, key=lambda one: (one.indexed_blocks > 0, one.last_open_at))
         logger.info("Evicted the unused namespace %r to make space for a new one.", oldest.label)
         cache.reset(oldest)
         self._forget(oldest)

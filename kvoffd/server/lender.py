@@ -128,6 +128,8 @@ class PeerServer:
         if len(wanted.others) % FINGERPRINT_BYTES or count > MAX_FOLLOWED:
             raise ValueError
         self._hear(wanted.fingerprint, wanted.generation)
+        if wanted.cleared_at and len(self._generations.voided) < MAX_VOIDED:
+            self._generations.void_before(wanted.fingerprint, wanted.generation, wanted.cleared_at)
         places = range(0, len(wanted.others), FINGERPRINT_BYTES)
         others = [wanted.others[at : at + FINGERPRINT_BYTES] for at in places]
         # Until then a kill would bring the blocks back.

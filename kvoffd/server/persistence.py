@@ -45,6 +45,8 @@ STATE_FILE, POLICY_FILE = "kvoffd.state", "kvoffd.policy"
 MAX_STATE_BYTES = 16 << 20
 RETRY_S = 5.0
 """Time until a failed write is retried: the file system may have been full for a moment."""
+HANGS_S = 10.0
+"""Time after which a write that has not ended is a problem: longer than clients wait for the reply to a clear."""
 CLOSE_S = 2.0
 """Time for a last write when the daemon ends."""
 POLICY_EVERY_S = 300.0
@@ -75,6 +77,8 @@ class StateFile:
         """Numbers of the latest save that was requested, of the latest that was tried, and of the one on the device."""
         self._problem = ""
         """Error of the latest write; empty if it succeeded."""
+        self._began_at: float | None = None
+        """Time when the write that is running began; None if none is."""
         self.outlives_reboot = True
         """Whether the latest content was written to a file system on a device."""
         start(threading.Thread(target=self._run, name=f"kvoffd-{path.rpartition('.')[2]}"[:15], daemon=True))
@@ -124,6 +128,13 @@ class StateFile:
         """Clause why the file may lack the latest content; empty if it has it."""
         return self._problem if self.is_tried else f"{self.path} takes long to write"
 
+    @property
+    def lasting_problem(self) -> str:
+        """Clause why later content is not kept either: the latest write failed, or this one hangs; else empty."""
+        began_at = self._began_at  # the thread may change it
+        hangs = began_at is not None and time.monotonic() >= began_at + HANGS_S
+        return f"{self.path} has been being written for {HANGS_S:.0f} s or more" if hangs else self._problem
+
     def flush(self, timeout_s: float) -> bool:
         """Wait until the latest content is written or has failed again; return False after ``timeout_s``."""
         with self._changed:
@@ -153,7 +164,7 @@ class StateFile:
                 if self._ends and self.is_tried and not self._retry:
                     return
                 number, content = self.requested, self._content
-            problem = ""
+            problem, self._began_at = "", time.monotonic()
             try:
                 self._write(content)
             except Exception as error:
@@ -164,7 +175,7 @@ class StateFile:
                 if problem and not self._problem:
                     logger.warning("%s.", problem)
                 self.written = self.written if problem else number
-                self._problem, self.tried, self._retry = problem, number, False
+                self._problem, self.tried, self._retry, self._began_at = problem, number, False, None
                 self._changed.notify_all()
             try:
                 self.on_saved()

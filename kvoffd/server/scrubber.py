@@ -9,9 +9,9 @@ import logging
 from collections.abc import Callable, Sequence
 
 import numpy as np
-import numpy.typing as npt
 
 from kvoffd.cache.cache import Cache
+from kvoffd.cache.integrity import LOOKED_AT_ONCE, LOOKS
 from kvoffd.cache.tickets import Check
 from kvoffd.server.handlers import answers
 from kvoffd.server.jobs import apply_check
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 # Reading this takes about a millisecond; between steps engines have the memory bandwidth for themselves.
 STEP_BYTES = 32 << 20
-# Slots that one step looks at: the loop does nothing else while it does.
+# Slots in use that one step looks at: the loop does nothing else while it does.
 _STEP_SLOTS = 1024
 
 
@@ -33,16 +33,18 @@ class Scrubber:
     def __init__(self, cache: Cache, clock: Callable[[], float]) -> None:
         self._cache = cache
         self._clock = clock
-        self._begin_pass(np.empty(0, np.uint32))
+        self._begin_pass(0, 0)
 
-    def _begin_pass(self, slots: npt.NDArray[np.uint32]) -> None:
-        self._slots = slots
-        """Slots of the current or last pass: those in use when it began."""
+    def _begin_pass(self, slots: int, end: int) -> None:
+        self._slots, self._end = slots, end
+        """Number of slots that were in use when the current or last pass began, and the slot number behind them."""
+        self._scanned_to = 0
+        """Slot number at which the pass continues; ``_end`` once it has ended."""
         self._done = 0
-        """Number of them that were compared, or were freed since."""
-        self._step_end: int | None = None
-        """``_done`` after the step that is being read; None if none is, or if it is a step of unverified slots, which
-        are of no pass."""
+        """Number of slots in use below that."""
+        self._step_end: tuple[int, int] | None = None
+        """``_scanned_to`` and ``_done`` after the step that is being read; None if none is, or if it is a step of
+        unverified slots, which are of no pass."""
         self._checked_slots = self._checked_bytes = self._mismatches = 0
         self._started_at, self._seconds = self._clock(), 0.0
 
@@ -54,7 +56,7 @@ class Scrubber:
     @property
     def _is_running(self) -> bool:
         """Whether a pass is running; its last step too is part of it."""
-        return self._done < len(self._slots)
+        return self._scanned_to < self._end
 
     @answers(a.Scrub)
     def scrub(self, session: Session, message: a.Scrub) -> a.ScrubReply:
@@ -66,7 +68,8 @@ class Scrubber:
     def start(self) -> None:
         """Start a pass over all slots unless one is running."""
         if not self._is_running:
-            self._begin_pass(np.flatnonzero(self._cache.slots.in_use).astype(np.uint32))
+            slots = self._cache.slots
+            self._begin_pass(slots.used_slots, slots.used_end)
 
     def next_step(self) -> list[Check]:
         """Return slots to read, about ``STEP_BYTES``, for ``finish_step``; it may be empty.
@@ -78,16 +81,25 @@ class Scrubber:
         return _first(integrity.checks(integrity.next_unverified(_STEP_SLOTS))) or self._next_of_pass()
 
     def _next_of_pass(self) -> list[Check]:
-        """Return those of the next slots of the pass that are to be read. If none is, these slots are done."""
-        if not self._is_running:
-            return []
-        slots = self._slots[self._done : self._done + _STEP_SLOTS]
-        checks = _first([check for check in self._cache.integrity.checks(slots) if check.checksum])
-        if checks:
-            self._step_end = self._done + int(np.flatnonzero(slots == checks[-1].slot)[0]) + 1
-        else:
-            self._advance(self._done + len(slots))
-        return checks
+        """Return those of the next slots of the pass that are to be read. If none is, these slots are done.
+
+        Slot numbers are looked at in small parts, as by ``Integrity.next_unverified``: all would block the loop.
+        """
+        in_use, looks = self._cache.slots.in_use, 0
+        while self._is_running and (looks := looks + 1) <= LOOKS:
+            begin, end = self._scanned_to, min(self._scanned_to + LOOKED_AT_ONCE, self._end)
+            slots = np.flatnonzero(in_use[begin:end])[:_STEP_SLOTS].astype(np.uint32) + np.uint32(begin)
+            if len(slots) == _STEP_SLOTS:
+                end = int(slots[-1]) + 1
+            if checks := _first([check for check in self._cache.integrity.checks(slots) if check.checksum]):
+                last = checks[-1].slot
+                at = int(np.flatnonzero(slots == last)[0]) + 1
+                self._step_end = end if at == len(slots) else last + 1, self._done + at
+                return checks
+            self._advance(end, self._done + len(slots))
+            if slots.size:
+                break
+        return []
 
     def finish_step(self, checks: Sequence[Check], checksums: Sequence[int]) -> None:
         """Act on the checksums of a step's slots."""
@@ -98,12 +110,12 @@ class Scrubber:
                 self._checked_bytes += check.length
                 self._mismatches += not sound
         if self._step_end is not None:
-            self._advance(self._step_end)
+            self._advance(*self._step_end)
             self._step_end = None
 
-    def _advance(self, done: int) -> None:
-        """Set how many slots of the pass are done. With the last one the pass ends."""
-        self._done = done
+    def _advance(self, scanned_to: int, done: int) -> None:
+        """Set how far the pass has come. With the last slot it ends."""
+        self._scanned_to, self._done = scanned_to, done
         if not self._is_running:
             self._end_pass()
 
@@ -111,7 +123,9 @@ class Scrubber:
         """Return the progress of the running pass, or the result of the last one; all 0 without any."""
         seconds = max(0.0, self._clock() - self._started_at) if self._is_running else self._seconds
         counts = self._checked_slots, self._checked_bytes, self._mismatches
-        return a.ScrubReply(request_id, self._is_running, len(self._slots), self._done, *counts, seconds)
+        # Others may have been freed or allocated since it began.
+        done = min(self._done, self._slots) if self._is_running else self._slots
+        return a.ScrubReply(request_id, self._is_running, self._slots, done, *counts, seconds)
 
     def _end_pass(self) -> None:
         self._seconds = max(0.0, self._clock() - self._started_at)

@@ -144,7 +144,7 @@ class Service:
         self._totals_due = clock() + config.limits.totals_every_s
         self._partial_warned: WeakSet[Namespace] = WeakSet()
         # Made before the parts that they ask: the state before the cache, the cache before the curve.
-        state.generations.is_open = lambda fingerprint: fingerprint in cache.namespaces
+        state.generations.known = cache.namespaces
         cache.prompts.curve = self.curve
         self._lru_fallback = LruFallback(self.curve, cache.policy) if isinstance(cache.policy, Learned) else None
 

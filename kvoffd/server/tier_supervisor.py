@@ -347,13 +347,13 @@ class TierSupervisor:
 
         Here they are void at once: from a store or peer that cannot be reached nothing is taken until it has followed.
         """
-        generation = self._generations.next_of_all(fingerprint)
-        self._generations.hear(fingerprint, generation)
-        raises = {tier.name: tier.raise_generation(fingerprint, generation) for tier in self._always_asked}
+        clear = self._generations.next_of_all(fingerprint), self._generations.now()
+        self._generations.hear(fingerprint, clear[0])
+        raises = {tier.name: tier.raise_generation(fingerprint, *clear) for tier in self._always_asked}
         if self._caller is None or self.peer_places is None:
             return raises, Calls({}, {}, ended=True)
         known = [[*one.addresses] for one in self.peer_places.lists]
-        return raises, self._caller.call(fingerprint, generation, known)
+        return raises, self._caller.call(fingerprint, *clear, known)
 
     def tell_peers(self, fingerprints: Sequence[bytes]) -> None:
         """Have the peers hear now that namespaces were voided on all nodes, not only when they are polled: in a large

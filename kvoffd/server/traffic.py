@@ -10,7 +10,7 @@ from typing import Any
 
 from kvoffd.cache.cache import Cache
 from kvoffd.cache.namespace import Counters, MissReason, Namespace
-from kvoffd.observe.meters import CounterSteps, CounterWindows
+from kvoffd.observe.meters import MINUTE_S, CounterSteps, CounterWindows
 from kvoffd_proto.stats import Lifetime, Window
 
 SAMPLE_EVERY_S = 1.0
@@ -39,6 +39,8 @@ class TrafficCounts:
         self._started_at, self._began = clock(), time.time()
         self._windows = CounterWindows(clock)
         self._steps = CounterSteps(clock)
+        self._no_space = CounterWindows(clock)
+        """Stores without space, by cause and namespace."""
         self._sampled_at = float("-inf")
         self._total: Counter[str] = Counter()
         self._counted: dict[Namespace, Mapping[str, float]] = {}
@@ -53,6 +55,7 @@ class TrafficCounts:
             total = self.total()
             self._windows.sample(total)
             self._steps.sample(total)
+            self._no_space.sample({name: count for name, (_, count) in self._without_space().items()})
 
     def namespace_forgotten(self, namespace: Namespace) -> None:
         """Keep a namespace's counts in the totals after it was forgotten."""
@@ -87,6 +90,23 @@ class TrafficCounts:
         """Return the traffic of the last minute, hour or day, one of ``WINDOWS_S``."""
         seconds, gained = self._windows.gained(window_s, total)
         return Window(seconds=seconds, **figures(gained))
+
+    def least_space(self, cause: str) -> Namespace | None:
+        """Return the namespace that had the most stores without space for a cause in the last minute; None if no known
+        one had any."""
+        now = {name: one for name, one in self._without_space().items() if name.startswith(f"{cause} ")}
+        _, gained = self._no_space.gained(MINUTE_S, {name: count for name, (_, count) in now.items()})
+        name = max(gained, key=gained.__getitem__, default="")
+        return now[name][0] if gained.get(name, 0) > 0 else None  # one that was opened again counts from 0
+
+    def _without_space(self) -> dict[str, tuple[Namespace, int]]:
+        """Return each known namespace with its stores without space, by cause and fingerprint."""
+        return {
+            f"{cause} {one.fingerprint.hex()}": (one, count)
+            for one in self._cache.namespaces.values()
+            if not one.of_bench
+            for cause, count in one.counters.no_space.items()
+        }
 
     def last_hour_in_steps(self, total: Mapping[str, float]) -> list[tuple[float, Window]]:
         """Return the traffic of the last hour in steps, oldest first, each with the seconds since its end."""

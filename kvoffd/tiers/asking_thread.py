@@ -32,10 +32,12 @@ class Raise:
 
     Attributes:
         generation: at least this one; the thread sets it to the one that the store got.
+        cleared_at: see ``Store.clear``.
     """
 
     fingerprint: bytes
     generation: int
+    cleared_at: int
     deadline: float
     ended: bool = False
     problem: str = ""
@@ -240,11 +242,12 @@ class AskingThread(StoreThread):
         try:
             self._store.connect()
             seen = checked(self._store.generation(request.fingerprint, until), request.fingerprint)
-            # An equal number of a peer is this clear's, of which it heard elsewhere. A higher one may be an earlier
+            # An equal number of a peer may be this clear's, of which it heard elsewhere. A higher one may be an earlier
             # clear's, by a clock that is ahead: the peer would keep what it has stored since.
             if seen > request.generation or not self._store.follows:
                 request.generation = max(request.generation, seen + 1)
-            raised = self._store.raise_generation(request.fingerprint, seen, request.generation, until)
+            numbers = seen, request.generation, request.cleared_at
+            raised = self._store.clear(request.fingerprint, *numbers, until)
             return checked(raised, request.fingerprint)
         except Exception as error:
             kind = error.kind if self._store.follows and isinstance(error, StoreError) else ""

@@ -19,7 +19,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
+from itertools import islice
+from typing import Any
 
 import msgspec
 
@@ -33,8 +35,8 @@ logger = logging.getLogger(__name__)
 MAX_NAMES = 4096
 """Limit of the namespaces with an entry in each table of ``Resets``.
 
-Beyond it the oldest entry of a namespace that is not open is removed. Then all namespaces without one have at least its
-generation, or are not shared.
+Beyond it the oldest entries of namespaces that are not known are removed. Then all namespaces without one have at least
+its generation, or are not shared; those that are known get an entry, and stay as they were.
 """
 AHEAD_S = 1
 """Seconds by which a fleet generation may be ahead of the clock: the second one within a second has the next number."""
@@ -73,7 +75,8 @@ class Generations:
     Attributes:
         resets: what outlives the daemon.
         voided: namespaces whose earlier blocks are still in the pool and on disks.
-        is_open: returns whether a namespace is open, so that one client's many resets do not displace others'.
+        known: fingerprints of namespaces that are open or have blocks: one client's many resets displace no entry of
+            theirs, and do not count for those without one.
     """
 
     def __init__(
@@ -83,8 +86,10 @@ class Generations:
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self._save, self._wall_clock = save, wall_clock
-        self.is_open: Callable[[bytes], bool] = lambda fingerprint: False
+        self.known: Collection[bytes] = ()
         self.voided: set[bytes] = set()
+        self._cleared_at: dict[bytes, int] = {}
+        """Time of the latest clear that ``void_before`` was told."""
         self.restore(resets or Resets())
 
     def restore(self, resets: Resets) -> None:
@@ -130,27 +135,39 @@ class Generations:
         if generation >= MAX_GENERATION:  # one above it could not be kept
             logger.warning("A namespace's generation in a pool or on a disk is no time; its blocks there are void.")
             return False
-        if is_past := generation <= self._now():
+        if is_past := generation <= self.now():
             self._set(fingerprint, generation)
         else:
             logger.warning("The clock was set back: a namespace's reset is in the future. All its blocks are void.")
             self._set(fingerprint, self._next(generation))
         return is_past
 
-    def _now(self) -> int:
+    def now(self) -> int:
+        """Return the time in microseconds since 1970."""
         return int(1e6 * self._wall_clock())
 
     def _next(self, found: int = 0) -> int:
         """Return a generation above all known ones, and ``found``."""
         last = max(found, self.resets.floor, *self.resets.generations.values())
-        if (now := self._now()) <= last:
+        if (now := self.now()) <= last:
             logger.info("The clock is behind the last reset; generations continue from that.")
         return max(now, last + 1)
 
     def _set(self, fingerprint: bytes, generation: int) -> None:
-        gone = put_newest(self.resets.generations, fingerprint, generation, MAX_NAMES, self.is_open)
-        self.resets.floor = max(self.resets.floor, gone or 0)
+        resets = self.resets
+        resets.floor = self._put(resets.generations, fingerprint, generation, resets.floor)
         self._save()
+
+    def _put(self, numbers: dict[bytes, Any], fingerprint: bytes, number: int, floor: int) -> int:
+        """Enter a namespace's number, as the newest, in a table of which all others have the number ``floor``. Return
+        the new floor: see ``MAX_NAMES``."""
+        numbers.pop(fingerprint, None)
+        numbers[fingerprint] = number
+        unknown = (one for one in numbers if one not in self.known)
+        gone = [int(numbers.pop(one)) for one in list(islice(unknown, max(0, len(numbers) - MAX_NAMES)))]
+        if (raised := max(gone, default=0)) > floor:
+            numbers.update({one: floor for one in self.known if one not in numbers})
+        return max(floor, raised)
 
     # --- all nodes -------------------------------------------------------------------------------
 
@@ -179,6 +196,15 @@ class Generations:
         self.voided.add(fingerprint)
         return True
 
+    def void_before(self, fingerprint: bytes, generation: int, cleared_at: int) -> None:
+        """Void a namespace's blocks from before a clear of all nodes that has the known fleet generation, if there may
+        be any: another clear may have it too. ``cleared_at``: in microseconds, by the clock of the node that cleared.
+        """
+        is_new = cleared_at > self._cleared_at.get(fingerprint, 0)  # once for each clear: its clock may be ahead
+        if is_new and generation == self.fleet(fingerprint) and self.of(fingerprint) < cleared_at:
+            put_newest(self._cleared_at, fingerprint, cleared_at, MAX_HEARD)
+            self.voided.add(fingerprint)
+
     def followed(self, fingerprint: bytes) -> None:
         """Note that the blocks of a namespace that was voided on all nodes are gone here, and share it again, unless an
         engine has reset it on this node since.
@@ -188,7 +214,7 @@ class Generations:
             self.resets.unshared.pop(fingerprint, None)
             if self.resets.unshared_floor:
                 self._set_unshared(fingerprint, 0)
-        put_newest(self.resets.followed, fingerprint, generation, MAX_NAMES, self.is_open)
+        put_newest(self.resets.followed, fingerprint, generation, MAX_NAMES, self.known.__contains__)
         self.voided.discard(fingerprint)
         self._save()
 
@@ -224,8 +250,8 @@ class Generations:
         self.void_here(None)
 
     def _set_unshared(self, fingerprint: bytes, generation: int) -> None:
-        forgotten = put_newest(self.resets.unshared, fingerprint, generation, MAX_NAMES, self.is_open) or 0
-        self.resets.unshared_floor = max(self.resets.unshared_floor, int(forgotten))
+        resets = self.resets
+        resets.unshared_floor = self._put(resets.unshared, fingerprint, generation, resets.unshared_floor)
         self._save()
 
 

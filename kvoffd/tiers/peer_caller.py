@@ -86,7 +86,7 @@ class _Call(NamedTuple):
     """A call of a node. ``at``: the time from which it may begin, and when it has begun, the end of its time."""
 
     address: str
-    generation: int
+    follow: Follow
     at: float
 
 
@@ -105,10 +105,11 @@ class PeerCaller:
         self._closed = threading.Event()
         self._thread = TaskThread("kvoffd-calls")
 
-    def call(self, fingerprint: bytes, generation: int, known: Sequence[Sequence[str]]) -> Calls:
+    def call(self, fingerprint: bytes, generation: int, cleared_at: int, known: Sequence[Sequence[str]]) -> Calls:
         """Begin to have all nodes follow a namespace's generation.
 
         Args:
+            cleared_at: see ``Follow``.
             known: addresses that each name had; they are called before it is resolved again, which may take long.
         """
         is_busy = self._thread.waiting >= MAX_CLEARS
@@ -117,7 +118,7 @@ class PeerCaller:
         calls = Calls(dict(zip(texts, known, strict=True)), dict.fromkeys(texts, why), ended=is_busy)
         if not is_busy:
             until = time.monotonic() + CALLS_S
-            self._thread.put(partial(self._run, calls, fingerprint, generation, until))
+            self._thread.put(partial(self._run, calls, Follow(fingerprint, generation, b"", cleared_at), until))
         return calls
 
     def close(self) -> None:
@@ -125,9 +126,9 @@ class PeerCaller:
         self._closed.set()
         self._thread.stop()
 
-    def _run(self, calls: Calls, fingerprint: bytes, generation: int, until: float) -> None:
+    def _run(self, calls: Calls, follow: Follow, until: float) -> None:
         try:
-            self._call_each(calls, fingerprint, generation, min(until, time.monotonic() + KNOWN_S))
+            self._call_each(calls, follow, min(until, time.monotonic() + KNOWN_S))
             for name in self._names:
                 if self._closed.is_set() or time.monotonic() >= until:
                     return  # the question about the name before took all the time; other clears wait
@@ -137,21 +138,19 @@ class PeerCaller:
                 else:
                     calls.nodes[name.text] = answer.addresses
                     del calls.unknown[name.text]
-            self._call_each(calls, fingerprint, generation, until)
+            self._call_each(calls, follow, until)
         finally:
             calls.ended = True
 
-    def _call_each(self, calls: Calls, fingerprint: bytes, generation: int, until: float) -> None:
+    def _call_each(self, calls: Calls, follow: Follow, until: float) -> None:
         """Call the nodes that have not cleared until all have, or until the deadline."""
         every = dict.fromkeys(address for each in calls.nodes.values() for address in each)
-        waiting = deque(_Call(address, generation, 0.0) for address in every if calls.problems.get(address, NOT_CALLED))
+        waiting = deque(_Call(address, follow, 0.0) for address in every if calls.problems.get(address, NOT_CALLED))
         if waiting:
             with ExitStack() as sockets:
-                self._call_until(sockets, waiting, calls, fingerprint, until)
+                self._call_until(sockets, waiting, calls, until)
 
-    def _call_until(
-        self, sockets: ExitStack, waiting: deque[_Call], calls: Calls, fingerprint: bytes, until: float
-    ) -> None:
+    def _call_until(self, sockets: ExitStack, waiting: deque[_Call], calls: Calls, until: float) -> None:
         """Make these calls, and more of the nodes that do not clear. ``sockets`` closes what is left open."""
         context = sockets.enter_context(zmq.Context(io_threads=1))
         running: dict[zmq.Socket[bytes], _Call] = {}
@@ -161,7 +160,7 @@ class PeerCaller:
                 call = waiting.popleft()
                 dealer = sockets.enter_context(peer_socket(context, zmq.DEALER, self._keys))
                 dealer.connect(f"tcp://{call.address}")
-                question = msgspec.msgpack.encode(Follow(fingerprint, call.generation))
+                question = msgspec.msgpack.encode(call.follow)
                 dealer.send_multipart([bytes([FOLLOW]), ident, question])  # once it is connected
                 poller.register(dealer, zmq.POLLIN)
                 running[dealer] = call._replace(at=now + CALL_S)
@@ -170,9 +169,9 @@ class PeerCaller:
             for dealer, call in list(running.items()):
                 if dealer not in ready and now < call.at:
                     continue
-                why, following = NO_ANSWER, call.generation
+                why, following = NO_ANSWER, call.follow
                 if dealer in ready:
-                    why, following = _judge(dealer.recv_multipart(zmq.NOBLOCK), ident, fingerprint, call.generation)
+                    why, following = _judge(dealer.recv_multipart(zmq.NOBLOCK), ident, call.follow)
                 calls.problems[call.address] = why
                 poller.unregister(dealer)
                 dealer.close()
@@ -181,12 +180,14 @@ class PeerCaller:
                     waiting.append(_Call(call.address, following, now + PAUSE_S))
 
 
-def _judge(parts: Sequence[bytes], ident: bytes, fingerprint: bytes, generation: int) -> tuple[str, int]:
-    """Return why a node that has answered has not cleared, empty if it has, and the generation of the next call."""
+def _judge(parts: Sequence[bytes], ident: bytes, follow: Follow) -> tuple[str, Follow]:
+    """Return why a node that has answered has not cleared, empty if it has, and what the next call says."""
     try:
         if len(parts) != 3 or parts[0] != ident:
             raise StoreError("protocol", "Its answer is not valid.")
-        found = checked(decode_raised(parts[1], generation), fingerprint)
+        found = checked(decode_raised(parts[1], follow.generation), follow.fingerprint)
     except StoreError as error:
-        return error.sentence.removesuffix("."), generation
-    return (AHEAD, found + 1) if found > generation else ("", generation)
+        return error.sentence.removesuffix("."), follow
+    if found > follow.generation:
+        return AHEAD, msgspec.structs.replace(follow, generation=found + 1)
+    return "", follow

@@ -162,7 +162,10 @@ class PeerStore(Store):
         """A peer's blocks are its own."""
 
     def raise_generation(self, fingerprint: bytes, seen: int, generation: int, deadline: float) -> int:
-        _, reply = self._call(FOLLOW, Follow(fingerprint, generation), deadline)
+        return self.clear(fingerprint, seen, generation, 0, deadline)
+
+    def clear(self, fingerprint: bytes, seen: int, generation: int, cleared_at: int, deadline: float) -> int:
+        _, reply = self._call(FOLLOW, Follow(fingerprint, generation, b"", cleared_at), deadline)
         return decode_raised(reply, generation)
 
     def _generations(self, fingerprint: bytes, others: Sequence[bytes], deadline: float) -> list[int]:

@@ -354,9 +354,10 @@ class SharedTier(Tier):
 
     # --- generations of namespaces ---------------------------------------------------------------
 
-    def raise_generation(self, fingerprint: bytes, generation: int) -> Raise:
-        """Begin to void a namespace's blocks for all nodes; the result shows when that has ended, and how."""
-        request = Raise(fingerprint, generation, self._clock() + RAISE_S)
+    def raise_generation(self, fingerprint: bytes, generation: int, cleared_at: int) -> Raise:
+        """Begin to void a namespace's blocks for all nodes; the result shows when that has ended, and how.
+        ``cleared_at``: see ``Store.clear``."""
+        request = Raise(fingerprint, generation, cleared_at, self._clock() + RAISE_S)
         if not (self.breaker.silent or self.closed):
             self._put_raise(request)
         else:

@@ -239,6 +239,11 @@ class Store(ABC):
         once, and raises StoreError while it has not followed.
         """
 
+    def clear(self, fingerprint: bytes, seen: int, generation: int, cleared_at: int, deadline: float) -> int:
+        """As ``raise_generation``, for a clear at this time, in microseconds since 1970: a peer may have the number
+        already, of another clear, and must have dropped its blocks since this one."""
+        return self.raise_generation(fingerprint, seen, generation, deadline)
+
     @abstractmethod
     def close(self) -> None:
         """Close the connection. It may be called again, and followed by another connect."""

@@ -538,7 +538,8 @@ class PromptReport(Wire, frozen=True):
     asked_shared: Annotated[PromptCount, doc("Keys that stores were asked for.")] = 0
     unanswered: Annotated[PromptCount, doc("Keys of these for which no store had answered.")] = 0
     marks: Annotated[
-        list[str], doc("Properties of the request that limit sharing: ``Mark``.", max_length=MAX_MARKS)
+        list[Annotated[str, doc(max_length=32)]],
+        doc("Properties of the request that limit sharing: ``Mark``.", max_length=MAX_MARKS),
     ] = []
     hints: Annotated[str, doc("Hints that it carried, and what became of them.", max_length=MAX_HINTS_CHARACTERS)] = ""
     coming_keys: Annotated[

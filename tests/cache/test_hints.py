@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvoffd.cache import hints
 from kvoffd.cache.awaited_keys import MAX_AWAITED
 from kvoffd.cache.hints import AWAITED_S, RETAINED_SHARE
 from kvoffd.cache.namespace import Namespace
@@ -247,10 +248,32 @@ def test_hints_of_keys_that_never_come_take_little_memory(monkeypatch: pytest.Mo
     assert not rig.cache.order._ended
 
 
+def test_the_numbers_of_retentions_never_end() -> None:
+    """They are of 32 bits. What is retained stays so, and what was retained is no later retention's."""
+    rig = Hinted()
+    rig.put(1, 2, 3, 4, 5, 6)
+    rig.hint("retain", 1, 2, ttl_s=10)
+    rig.hint("retain", 3, 4)
+    rig.clock.now += 11
+    rig.cache.tick()
+    rig.cache.order._last_number = 2**32 - 1
+    rig.hint("retain", 5, 6)
+    check_invariants(rig.cache)
+    assert rig.retained == 4
+    rig.fill(100, 2 * BLOCKS)
+    assert rig.there(1, 2, 3, 4, 5, 6) == [3, 4, 5, 6]
+    rig.clock.now += 61
+    rig.cache.tick()
+    assert rig.retained == 0
+
+
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("seed", range(3))
-def test_all_accounts_agree_whatever_is_done(policy: str, seed: int) -> None:
+@pytest.mark.parametrize(("seed", "numbers"), [(0, hints.MAX_NUMBER), (1, 100), (2, 100)])
+def test_all_accounts_agree_whatever_is_done(
+    policy: str, seed: int, numbers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Blocks in three places, with hints that lapse, are found, evicted, invalidated and reset."""
+    monkeypatch.setattr(hints, "MAX_NUMBER", numbers)
     rig, chance = Hinted(policy), Random(seed)
     spaces = [rig.namespace, rig.open("b")]
     rig.cache.quotas[spaces[1].fingerprint] = 24 * rig.unit
@@ -287,6 +310,8 @@ def test_all_accounts_agree_whatever_is_done(policy: str, seed: int) -> None:
         if step % 4 == 0:  # which takes most of the time
             check_invariants(rig.cache)
         assert rig.cache.order.retained_bytes <= MAX_RETAINED * rig.unit
+        assert rig.cache.order._last_number <= numbers
+        assert rig.cache.order.retentions[1].tolist() == sorted(rig.cache.order._retentions)
         first = rig.cache.order.first(8)
         if policy != "arc":  # whose order follows its queues' sizes, which setting blocks aside changes
             assert np.array_equal(first, rig.cache.order.first(64)[: len(first)])

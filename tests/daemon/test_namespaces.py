@@ -37,6 +37,17 @@ def test_beyond_the_limit_the_namespace_that_was_unused_for_longest_goes() -> No
         assert models(daemon) == ["few blocks", "fifth", "fourth"]
 
 
+def test_namespaces_that_were_only_opened_cost_no_other_its_blocks() -> None:
+    with DaemonProcess(limits={"max_namespaces": 3}) as daemon:
+        store(daemon, "has blocks")
+        for number in range(6):
+            with WireClient(daemon.directory) as client:
+                client.open_namespace(bytes(31) + bytes([number]), label=f"empty {number}")
+            wait_until(lambda: all(one.engines == [] for one in books(daemon.directory).namespaces.values()))
+        with FakeEngine(daemon.directory, "has blocks") as engine:
+            assert engine.lookup(keys(0)) == 1
+
+
 def test_where_all_namespaces_are_open_a_further_one_is_refused() -> None:
     with (
         DaemonProcess(limits={"max_namespaces": 2}) as daemon,

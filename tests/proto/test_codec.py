@@ -5,11 +5,13 @@ What becomes of any bytes, and of messages of which some bytes are changed, test
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from msgspec import Struct
+from msgspec import Struct, inspect
 
 from kvoffd_proto import codec, lifeline
 from kvoffd_proto import messages as m
@@ -110,3 +112,24 @@ def test_deeply_nested_lifeline_garbage_is_refused() -> None:
     for decode in (lifeline.decode_from_client, lifeline.decode_from_daemon):
         with pytest.raises(lifeline.LifelineError):
             decode(b"\x91" * (lifeline.MAX_FRAME_BYTES - 1))
+
+
+def _unlimited_texts(kind: object, path: str) -> Iterator[str]:
+    """Yield where a type, as msgspec describes it, has texts of any length."""
+    if isinstance(kind, inspect.StrType) and kind.max_length is None:
+        yield path
+    elif isinstance(kind, inspect.Metadata):
+        yield from _unlimited_texts(kind.type, path)
+    elif isinstance(kind, inspect.StructType):
+        for field in kind.fields:
+            yield from _unlimited_texts(field.type, f"{path}.{field.name}")
+    elif isinstance(kind, inspect.UnionType):
+        for one in kind.types:
+            yield from _unlimited_texts(one, path)
+    elif isinstance(kind, inspect.CollectionType):
+        yield from _unlimited_texts(kind.item_type, f"{path}[]")
+
+
+def test_every_text_of_a_request_has_a_limit() -> None:
+    """The daemon keeps most of them: a thousand prompts of each engine, whose marks could be of 2 MiB."""
+    assert [one for kind in m.EXCHANGES for one in _unlimited_texts(inspect.type_info(kind), kind.__name__)] == []

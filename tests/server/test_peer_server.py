@@ -53,12 +53,18 @@ class Rig:
         assert answer is not None
         return int.from_bytes(answer[:GENERATION_BYTES], "little"), list(answer[GENERATION_BYTES:])
 
-    def follow(self, namespace: Namespace, generation: int) -> tuple[int, bool]:
-        """Tell it a generation; return its own, and whether it says that it is kept."""
-        wanted = msgspec.msgpack.encode(Follow(namespace.fingerprint, generation))
+    def follow(self, namespace: Namespace, generation: int, cleared_at: int = 0) -> tuple[int, bool]:
+        """Tell it a generation, of a clear at this time or of none; return its own, and whether it says that it is
+        kept."""
+        wanted = msgspec.msgpack.encode(Follow(namespace.fingerprint, generation, b"", cleared_at))
         answer = self.server.answer(ROUTE, 1, FOLLOW, wanted)
         assert answer is not None
         return int.from_bytes(answer[:GENERATION_BYTES], "little"), answer[GENERATION_BYTES:] == b"\1"
+
+    def drop(self, namespace: Namespace) -> None:
+        """Drop a namespace's blocks, as a daemon does for those that were voided."""
+        self.rig.cache.reset(namespace, generation=self.generations.void_here(namespace.fingerprint))
+        self.generations.followed(namespace.fingerprint)
 
     def pin(self, namespace: Namespace, *numbers: int, ident: int = 7, lengths: tuple[int, ...] = (UNIT,)) -> Pinned:
         wanted = Pin(Find(namespace.fingerprint, self.asker_has, 0, 8, keys_of(*numbers)), list(lengths))
@@ -189,6 +195,39 @@ def test_it_says_that_it_follows_a_reset_of_all_nodes_once_the_next_daemon_would
     assert rig.follow(namespace, 5) == rig.follow(namespace, 0) == (5, True)
 
 
+@pytest.mark.parametrize("clock_is_ahead_us", [0, 3600 * 10**6])
+def test_two_clears_with_one_number_are_two(clock_is_ahead_us: int) -> None:
+    """Numbers are seconds: two nodes that do not know of each other may have cleared in the same one."""
+    rig = Rig()
+    namespace = rig.rig.open()
+    rig.asker_has = 7
+    first = rig.generations.now() + clock_is_ahead_us
+    assert rig.follow(namespace, 7, first) == (7, False)
+    rig.drop(namespace)
+    rig.rig.store(namespace, keys_of(1))
+    assert rig.follow(namespace, 7, first) == rig.follow(namespace, 7) == (7, True)
+    second = rig.generations.now() + clock_is_ahead_us + 1
+    assert rig.ask(namespace, 1) == (7, [1])
+    assert rig.follow(namespace, 7, second) == (7, False)
+    assert rig.ask(namespace, 1) == (7, [0]), "it was stored before the second"
+    rig.drop(namespace)
+    rig.rig.store(namespace, keys_of(2))
+    for cleared_at in (0, first, second):
+        assert rig.follow(namespace, 7, cleared_at) == (7, True), "each is carried out once"
+    assert rig.ask(namespace, 1, 2) == (7, [0, 1])
+
+
+def test_a_clear_that_a_node_has_heard_of_elsewhere_is_carried_out_once() -> None:
+    rig = Rig()
+    namespace = rig.rig.open()
+    cleared_at = rig.generations.now()
+    rig.follow(namespace, 7)
+    rig.drop(namespace)
+    rig.rig.store(namespace, keys_of(1))
+    assert rig.follow(namespace, 7, cleared_at) == (7, True)
+    assert rig.follow(namespace, 6, cleared_at + 10**9) == (7, True), "it has another number, and is told so"
+
+
 def test_what_is_of_a_generation_that_cannot_be_written_down_is_lent() -> None:
     """A next daemon that does not know of it is told by who asks, before it lends."""
     rig = Rig()
@@ -243,6 +282,18 @@ def test_what_is_no_request_has_an_answer_without_anything(payload: bytes, kind:
     rig.rig.open()
     assert rig.server.answer(ROUTE, 1, kind, payload) == b""
     assert (rig.server.leases, rig.server.refused, rig.generations.voided) == (0, 1, set())
+
+
+def test_a_peer_is_told_when_a_clear_was() -> None:
+    asked = list[Follow]()
+
+    def call(kind: int, peer: int, payload: bytes, deadline: float) -> tuple[int, bytes]:
+        asked.append(follow := msgspec.msgpack.decode(payload, type=Follow))
+        return 1, follow.generation.to_bytes(GENERATION_BYTES, "little") + b"\1"
+
+    store = PeerStore(cast(PeerHelper, SimpleNamespace(call=call)), 0)
+    assert store.clear(ONE, 0, 7, 123, 1.0) == store.raise_generation(ONE, 0, 7, 1.0) == 7
+    assert asked == [Follow(ONE, 7, b"", 123), Follow(ONE, 7)]
 
 
 @pytest.mark.parametrize("earlier_build", [False, True])

@@ -154,7 +154,7 @@ def test_the_oldest_names_are_forgotten_on_the_safe_side(monkeypatch: pytest.Mon
     """Those of namespaces that there are stay."""
     monkeypatch.setattr(generations, "MAX_NAMES", 10)
     state = next_state()
-    state.generations.is_open = {ONE}.__contains__
+    state.generations.known = [ONE, never := b"3" * 32]
     for name in (OTHER, ONE, *(bytes([number]) for number in range(9))):
         state.generations.void_here(name)
         unshare(state, name, 6)
@@ -168,6 +168,7 @@ def test_the_oldest_names_are_forgotten_on_the_safe_side(monkeypatch: pytest.Mon
     assert again.generations.of(OTHER) >= was[1]
     assert again.generations.is_unshared(ONE)
     assert again.generations.is_unshared(OTHER)
+    assert (again.generations.of(never), again.generations.is_unshared(never)) == (0, False)
     follow(again, OTHER, 6)
     assert again.generations.is_unshared(OTHER)
     follow(again, OTHER, 7)
@@ -400,6 +401,22 @@ def test_a_file_system_that_hangs_keeps_nobody_waiting(monkeypatch: pytest.Monke
     hangs.set()
     assert file.flush(30.0)
     assert (file.read(), file.problem) == (b"third", "")
+
+
+def test_a_write_is_a_problem_once_it_hangs(monkeypatch: pytest.MonkeyPatch, open_file: Open) -> None:
+    """Until then what the one before it found holds."""
+    hangs, replace = threading.Event(), os.replace
+    monkeypatch.setattr(os, "replace", lambda *names: hangs.wait(30.0) and replace(*names))
+    monkeypatch.setattr(persistence, "HANGS_S", inf)
+    file = open_file("file")
+    file.save(b"content")
+    wait_until(lambda: file._began_at)
+    assert (file.is_tried, file.lasting_problem) == (False, "")
+    monkeypatch.setattr(persistence, "HANGS_S", 0.0)
+    assert "has been being written for" in file.lasting_problem
+    hangs.set()
+    assert file.flush(30.0)
+    assert file.lasting_problem == ""
 
 
 # --- what a policy learned -------------------------------------------------------------------------

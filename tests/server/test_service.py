@@ -18,6 +18,7 @@ from typing import Any
 from weakref import ref
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 from kvoffd.cache.cache import Cache
@@ -448,17 +449,59 @@ def test_a_step_of_scrubbing_reads_no_more_than_its_bytes(monkeypatch: pytest.Mo
 def test_a_step_of_scrubbing_looks_at_few_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also if nothing is left to read, as after a clear: a large pool would keep the loop for long."""
     rig = CacheRig(units=64, region_units=8)
-    rig.commit(rig.begin(space := rig.open("one"), 0, 0, keys_of(1, 2, 3)))
-    monkeypatch.setattr("kvoffd.server.scrubber._STEP_SLOTS", 1)
+    rig.commit(rig.begin(space := rig.open("one"), 0, 0, keys_of(*range(20))))
+    monkeypatch.setattr("kvoffd.server.scrubber.LOOKED_AT_ONCE", 2)
+    monkeypatch.setattr("kvoffd.server.scrubber.LOOKS", 3)
     scrubber = Scrubber(rig.cache, lambda: 0.0)
     scrubber.start()
     rig.cache.reset(space)
     while rig.cache.background():
         pass
-    for done in range(1, 4):
+    for _ in range(3):
         assert not scrubber.next_step()
-        assert scrubber.report(1).done_slots == done
-    assert not scrubber.has_work
+        assert (scrubber.report(1).running, scrubber.report(1).slots, scrubber.report(1).done_slots) == (True, 20, 0)
+    while scrubber.has_work:
+        assert not scrubber.next_step()
+    assert scrubber.report(1).done_slots == 20
+
+
+class Parts:
+    """An array of which one may only look at small parts."""
+
+    def __init__(self, whole: npt.NDArray[np.bool_], most: int) -> None:
+        self._whole, self._most = whole, most
+
+    def __getitem__(self, part: slice | int) -> Any:
+        assert np.size(self._whole[part]) <= self._most
+        return self._whole[part]
+
+    def __array__(self, *_: object, **__: object) -> npt.NDArray[np.bool_]:
+        raise AssertionError("all slots at once")
+
+
+@pytest.mark.parametrize("at_once", [1, 5])
+def test_a_scrub_looks_at_no_more_than_a_region_at_once_and_finds_all(
+    monkeypatch: pytest.MonkeyPatch, at_once: int
+) -> None:
+    """A pool of 1 TiB has 128 million slot numbers: looking at all of them takes a tenth of a second and more."""
+    rig = CacheRig(units=64, region_units=8)
+    rig.commit(rig.begin(space := rig.open("one"), 0, 0, keys_of(*range(30))))
+    rig.cache.invalidate(space, [(0, keys_of(*range(0, 30, 3)))])
+    slots = rig.cache.slots
+    used = np.flatnonzero(slots.in_use)
+    assert (slots.used_slots, slots.used_end) == (len(used), used[-1] + 1)
+    monkeypatch.setattr("kvoffd.server.scrubber.LOOKED_AT_ONCE", at_once)
+    monkeypatch.setattr("kvoffd.server.scrubber._STEP_SLOTS", 3)
+    monkeypatch.setattr(slots, "in_use", Parts(slots.in_use, slots.slots_per_region))
+    scrubber, found = Scrubber(rig.cache, lambda: 0.0), list[int]()
+    scrubber.start()
+    while scrubber.has_work:
+        checks = scrubber.next_step()
+        found += [check.slot for check in checks]
+        scrubber.finish_step(checks, [check.checksum for check in checks])
+    assert found == used.tolist()
+    report = scrubber.report(1)
+    assert (report.slots, report.done_slots, report.checked_slots) == (20, 20, 20)
 
 
 @pytest.mark.parametrize("slots", [1, 3])

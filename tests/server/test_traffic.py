@@ -56,3 +56,19 @@ def test_totals_go_on_from_those_of_earlier_daemons() -> None:
     spaces.clear()
     traffic.namespace_forgotten(space)
     assert traffic.lifetime(traffic.total()) == Lifetime(5.0, 150, 3.0), "sums never fall"
+
+
+def test_the_namespace_without_space_is_that_of_the_last_minute() -> None:
+    """And not the one that had the least since the daemon's start."""
+    clock, before, now = Clock(), namespace(1), namespace(2)
+    traffic = counts(clock, open_all(before, now))
+    assert traffic.least_space("quota") is None
+    before.counters.no_space["quota"] = 1000
+    assert traffic.least_space("quota") is before
+    for _ in range(90):
+        clock.now += 1.0
+        traffic.tick()
+    assert traffic.least_space("quota") is None
+    now.counters.no_space.update(quota=3, pinned=5)
+    before.counters.no_space["pinned"] = 4
+    assert (traffic.least_space("quota"), traffic.least_space("pinned")) == (now, now)

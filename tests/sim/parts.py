@@ -168,7 +168,7 @@ class NoStateFile(StateFile):
     """Nothing outlived the daemon, and nothing will, which is all the same."""
 
     outlives_reboot = True
-    requested, tried, written, _problem = 0, 0, 0, ""
+    requested, tried, written, _problem, _began_at = 0, 0, 0, "", None
 
     def __init__(self) -> None:
         pass
@@ -198,7 +198,7 @@ class SimStateFile(StateFile):
         """What outlives daemons, last."""
         self._process = process
         self._rng = rng
-        self._content, self._problem = b"", ""
+        self._content, self._problem, self._began_at = b"", "", None
         self.requested = self.tried = self.written = 0
         self._longest_s = rng.choice((0.0, 0.01, 0.6))
         self._fails = rng.choice((0.0, 0.0, 0.0, 0.5))

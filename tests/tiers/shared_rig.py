@@ -137,7 +137,7 @@ class SharedRig:
 
     def raise_generation(self, fingerprint: bytes) -> Raise:
         """Make all of a namespace void for all nodes; ended, with what went wrong."""
-        one = self.tier.raise_generation(fingerprint, self.tier.generations.next_of_all(fingerprint))
+        one = self.tier.raise_generation(fingerprint, self.tier.generations.next_of_all(fingerprint), 0)
         self.until(lambda: one.ended)
         return one
 

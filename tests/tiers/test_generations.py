@@ -7,6 +7,7 @@ import random
 import pytest
 from msgspec import json
 
+from kvoffd.tiers import generations
 from kvoffd.tiers.generations import AHEAD_S, Generations, Resets
 from kvoffd.tiers.header import MAX_GENERATION
 from tests.kit.amount import TIMES
@@ -89,6 +90,27 @@ def test_a_generation_that_no_clock_has_shown_is_not_followed() -> None:
     assert table.of(NAMES[0]) == 7
     assert not table.accept(NAMES[0], 10**6 * (NOW + 1)), "the clock was set back"
     assert table.of(NAMES[0]) == 10**6 * (NOW + 1) + 1
+
+
+def test_tables_are_bounded_though_others_are_known_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that are known stay as they are; one that was, and is not any more, is void and not shared."""
+    monkeypatch.setattr(generations, "MAX_NAMES", 10)
+    table, known = Generations(wall_clock=lambda: NOW), list[bytes]()
+    for number in range(0, 300, 5):
+        reset, *known = (bytes([(number + some) % 256, number // 256]) * 16 for some in range(5))
+        table.known = known
+        for _ in range(3):
+            table.void_here(reset)
+            table.stop_sharing(reset)
+        before = [(table.of(one), table.is_unshared(one)) for one in known]
+        for other in range(12):
+            table.void_here(bytes([other]) * 31 + b"o")
+            table.stop_sharing(bytes([other]) * 31 + b"o")
+        assert [(table.of(one), table.is_unshared(one)) for one in known] == before
+        assert len(table.resets.generations) <= 14
+        assert len(table.resets.unshared) <= 14
+    assert table.of(b"never") == table.resets.floor > 0
+    assert table.is_unshared(b"never")
 
 
 def test_the_second_void_of_a_second_is_no_later_than_a_reset_in_it() -> None:

@@ -21,6 +21,7 @@ from tests.kit.ports import free_port
 from tests.kit.waiting import wait_until
 
 SECRET, FINGERPRINT, GENERATION = b"a secret of tests", b"f" * 32, 1_700_000_000
+CLEARED_AT = 10**6 * GENERATION + 5
 
 
 class Rig:
@@ -47,7 +48,7 @@ class Rig:
             caller.close()
 
     def call(self, caller: PeerCaller, known: Sequence[str] = ()) -> Calls:
-        calls = caller.call(FINGERPRINT, GENERATION, [known])
+        calls = caller.call(FINGERPRINT, GENERATION, CLEARED_AT, [known])
         wait_until(lambda: calls.ended, 60.0)
         return calls
 
@@ -89,6 +90,7 @@ def test_a_node_whose_number_is_higher_is_called_again_with_one_above_it(monkeyp
     cleared_at = dict[str, list[int]]()
 
     def answer(address: str, follow: Follow) -> bytes | None:
+        assert follow.cleared_at == CLEARED_AT
         if follow.generation > numbers.get(address, 0):
             numbers[address] = follow.generation
             cleared_at.setdefault(address, []).append(follow.generation)
@@ -172,7 +174,7 @@ def test_known_nodes_are_called_while_a_name_server_does_not_answer(monkeypatch:
     monkeypatch.setattr(socket, "getaddrinfo", resolve)
     try:
         with AnsweringNodes(SECRET, rig.addresses) as nodes, rig.caller() as caller:
-            calls = caller.call(FINGERPRINT, GENERATION, [rig.addresses[:8]])
+            calls = caller.call(FINGERPRINT, GENERATION, CLEARED_AT, [rig.addresses[:8]])
             wait_until(lambda: calls.problems == dict.fromkeys(rig.addresses[:8], ""), 20.0)
             (sentence,) = calls.unreached({})
             assert sentence == f"{rig.name.text}: its nodes are not known: the name is being resolved."
@@ -201,7 +203,7 @@ def test_after_a_name_that_took_all_the_time_or_the_end_no_other_is_resolved(
     names = [PeerName(f"dns+{host}:7400", host, 7400) for host in ("one", "other")]
     caller = PeerCaller(names, "", SECRET)
     began = time.monotonic()
-    calls = caller.call(FINGERPRINT, GENERATION, [[], []])
+    calls = caller.call(FINGERPRINT, GENERATION, CLEARED_AT, [[], []])
     try:
         wait_until(lambda: bool(resolved) and (closes or time.monotonic() > began + 0.05))
         if closes:
@@ -219,9 +221,9 @@ def test_clears_that_wait_are_bounded_and_end_with_the_caller(monkeypatch: pytes
     monkeypatch.setattr(peer_caller, "CALLS_S", 60.0)
     rig = Rig(monkeypatch, 9)
     with rig.caller() as caller:
-        first = caller.call(FINGERPRINT, GENERATION, [[]])
+        first = caller.call(FINGERPRINT, GENERATION, CLEARED_AT, [[]])
         wait_until(lambda: not first.unknown, 60.0)
-        second, third = (caller.call(FINGERPRINT, GENERATION, [rig.addresses]) for _ in range(2))
+        second, third = (caller.call(FINGERPRINT, GENERATION, CLEARED_AT, [rig.addresses]) for _ in range(2))
         assert (second.ended, third.ended) == (False, True)
         sentences = list(third.unreached({}))
         assert "too many clears wait" in sentences[0]

@@ -385,7 +385,7 @@ def test_a_peer_that_has_the_raised_number_already_is_not_asked_for_one_more(
     rig.store(rig.block(1))
     raised = rig.tier.generations.next_of_all(ONE)
     store.values[generation_name(ONE)] = b"%d" % raised
-    one = rig.tier.raise_generation(ONE, raised)
+    one = rig.tier.raise_generation(ONE, raised, 0)
     rig.until(lambda: one.ended)
     assert not one.problem
     assert store.values[generation_name(ONE)] == b"%d" % (raised + (not follows))
@@ -434,7 +434,7 @@ def test_a_raise_that_takes_its_time_is_no_store_that_hangs(
     rig = SharedRig(store.url, ask_deadline_s=0.01).reachable()
     rig.until(lambda: not rig.tier._asking.unfinished)
     store.answering.clear()
-    one = rig.tier.raise_generation(ONE, rig.tier.generations.next_of_all(ONE))
+    one = rig.tier.raise_generation(ONE, rig.tier.generations.next_of_all(ONE), 0)
     rig.question([key_of(1)], prefix=False)
     rig.until(lambda: rig.tier._asking.longest_s > HANGS_S + 0.5)
     store.answering.set()
@@ -457,7 +457,7 @@ def test_a_peer_that_has_not_followed_is_asked_again_and_holds_no_question_up(
         raise StoreError(UNKEPT, f"It has not, {number} times.")
 
     monkeypatch.setattr(rig.tier._store, "raise_generation", unkept)
-    one = rig.tier.raise_generation(ONE, rig.tier.generations.next_of_all(ONE))
+    one = rig.tier.raise_generation(ONE, rig.tier.generations.next_of_all(ONE), 0)
     rig.until(lambda: bool(one.problem))
     assert not one.ended
     assert rig.ask_anew(block) == [Answer.YES], "while it is asked again"
