@@ -2,7 +2,7 @@
 
 1. ``drop``: lookups do not find the block any more. Its slot stays allocated.
 2. ``clear_slots``: the slot is pinned while a thread clears its record.
-3. ``unpin``: the slot is free, unless a read or write has pinned it too, or a write to it has failed.
+3. ``DiskMap.unpin``: the slot is free, unless a read or write has pinned it too, or a write to it has failed.
 
 A clear, a reset, or a region that changes its slot size is processed in steps of ``CLEARED_AT_ONCE`` blocks. The thread
 also writes the rest of the index: its head, and the slot sizes of regions.
@@ -15,8 +15,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
-
-import numpy as np
 
 from kvoffd.pool.allocator import PAGE_BYTES
 from kvoffd.system.threads import Workers
@@ -49,7 +47,6 @@ class Clearing:
         on_error: called like ``TierListener.error``, without the tier.
 
     Attributes:
-        put_aside: slots that are never freed because a write to them failed.
         is_unlinked: whether a file was unlinked: the next daemon finds nothing.
     """
 
@@ -65,7 +62,6 @@ class Clearing:
     ) -> None:
         self._file, self._map, self._counters, self._post = file, disk_map, counters, post
         self._on_dropped, self._on_error = on_dropped, on_error
-        self.put_aside: set[int] = set()
         self.is_unlinked, self.physical_bytes = False, file.physical_bytes()
         self._freeing: deque[Iterator[list[int]]] = deque()
         """Remaining slots of each namespace and region that is cleared as a whole."""
@@ -98,28 +94,11 @@ class Clearing:
 
     def clear_slots(self, slots: Sequence[int]) -> IndexWrite:
         """Clear the records of slots, then free them. A new block's record must not be cleared after it is written."""
-        for slot in slots:
-            region, place = self._map.at(slot)
-            region.pins[place] += 1
+        self._map.pin(slots)
         write = IndexWrite(list(slots))
         if slots:
             self.threads.put(write)
         return write
-
-    def unpin(self, slots: Sequence[int]) -> None:
-        """Unpin slots whose read, write or clearing has ended. Frees those without a block and another pin."""
-        free: list[int] = []
-        for slot in slots:
-            region, place = self._map.at(slot)
-            region.pins[place] -= 1
-            if not region.pins[place] and not region.groups[place] and slot not in self.put_aside:
-                free.append(slot)
-        if not free:
-            return
-        self._map.slots.free(np.array(free, np.uint32))
-        for number in {slot // self._map.slots.slots_per_region for slot in free}:
-            if not self._map.slots.slot_bytes[number]:
-                del self._map.regions[number]
 
     def free_in_steps(self, slots: Iterator[list[int]]) -> None:
         """Drop and clear batches of slots, each once the previous one is free."""
@@ -183,7 +162,7 @@ class Clearing:
             assert end.fault is not None
             self._on_error(end.fault, end.sentence)
             self._unsized |= write.sizes.keys()
-        self.unpin(write.gone)
+        self._map.unpin(write.gone)
         if write is self._running:
             self._running = None
             self._free_batch()
