@@ -84,7 +84,7 @@ class StateFile:
         start(threading.Thread(target=self._run, name=f"kvoffd-{path.rpartition('.')[2]}"[:15], daemon=True))
 
     def claim(self) -> None:
-        """Lock the file, by another one, until ``close``: another daemon's writes would undo this one's.
+        """Lock the file, by another one, until ``close``: two daemons' writes would undo each other's.
 
         Raises KvoffdError.
         """
@@ -143,15 +143,19 @@ class StateFile:
             return self._changed.wait_for(lambda: self.is_tried and not self._retry, timeout_s)
 
     def close(self, timeout_s: float = CLOSE_S) -> None:
-        """Flush, then end the thread. Idempotent."""
+        """Flush, then end the thread. Idempotent.
+
+        A write that hangs may still replace what the next daemon writes, so the lock stays then until the process ends.
+        """
         if self._ends:
             return
-        if not self.flush(timeout_s):
+        is_flushed = self.flush(timeout_s)
+        if not is_flushed:
             logger.warning("%s takes long to write; the next daemon may find its previous content.", self.path)
         with self._changed:
             self._ends = True
             self._changed.notify_all()
-        if self._lock_fd >= 0:
+        if is_flushed and self._lock_fd >= 0:
             with suppress(OSError):
                 os.unlink(self._lock_path)
             os.close(self._lock_fd)

@@ -21,7 +21,7 @@ from kvoffd.system.threads import Workers
 from kvoffd.tiers.disk_clearing import Clearing
 from kvoffd.tiers.disk_file import DiskFile
 from kvoffd.tiers.disk_io import HOUR_S, BlockWriter, End, Reads, SlotJob
-from kvoffd.tiers.disk_map import LOOKED_AT_ONCE, NO_SLOT, REGIONS_AT_ONCE, DiskMap, KnownGroup
+from kvoffd.tiers.disk_map import NO_SLOT, DiskMap, KnownGroup
 from kvoffd.tiers.header import Block, BlockGroup, fits_header
 from kvoffd.tiers.tier import ABSENT, PRESENT, Found, ReadEnd, Result, Tier, TierListener, TierStats, WriteEnd
 from kvoffd_proto.stats import DiskFault
@@ -153,9 +153,7 @@ class DiskTier(Tier):
         return [slot == NO_SLOT and (group.tag, key) not in self._writing for key, slot in pairs]
 
     def spare(self, group: BlockGroup, keys: Sequence[bytes]) -> None:
-        for slot in self._map.slots_of(group, keys):
-            region, place = self._map.at(slot)
-            region.used[place] = 1
+        self._map.spare(group, keys)
 
     # --- reading ---------------------------------------------------------------------------------
 
@@ -187,19 +185,16 @@ class DiskTier(Tier):
         on_end: Callable[..., None],
     ) -> SlotJob:
         """Make a read or write of a slot, and pin the slot until that has ended."""
-        region, place = self._map.at(slot)
-        region.pins[place] += 1
-        at = slot, region, place, self._map.offset(slot), known.slot_bytes
-        return SlotJob(known.group, key, *at, offsets, on_end)
+        self._map.pin([slot])
+        where = slot, self._map.offset(slot), known.slot_bytes, known.padded
+        return SlotJob(known.group, key, *where, offsets, on_end)
 
     def _read_ended(self, job: SlotJob, end: End) -> None:
-        region, place = job.region, job.place
         # The slot was pinned, and got no other block: if it has one, that is the block that was read.
-        known = self._map.by_number.get(region.groups[place])
-        is_current = known is not None and self._map.is_readable(known)
+        is_current = self._map.has_block(job.slot)
         if not is_current and end.result in (Result.DONE, Result.CORRUPT):
             end = End(Result.GONE)  # removed during the read, which may have found its header cleared
-        if end.fault is DiskFault.CORRUPT and self._file.may_be_torn and region.found[place]:
+        if end.fault is DiskFault.CORRUPT and self._file.may_be_torn and self._map.was_found(job.slot):
             end = end._replace(fault=DiskFault.TORN)
         if end.fault is not None:
             self._error(end.fault, end.sentence)
@@ -207,10 +202,10 @@ class DiskTier(Tier):
             self._clearing.drop([job.slot])
             self._clearing.clear_slots([job.slot])
         if end.result is Result.DONE:
-            region.found[place], region.used[place] = 0, 1
+            self._map.mark_read(job.slot)
             self.counters.read_blocks += 1
             self.counters.read_bytes += job.nbytes
-        self._clearing.unpin([job.slot])
+        self._map.unpin([job.slot])
         job.on_end(end.result, end.block)
 
     # --- writing ---------------------------------------------------------------------------------
@@ -245,9 +240,7 @@ class DiskTier(Tier):
         if (before := self._map.readable_by_tag.get(tag)) is not None:
             written = [key for other, key in self._writing if other == tag]
             self.remove(before.group, [*self._map.keys_of(before), *written])
-            del self._map.by_number[before.number]
-        known.number = self._map.last_number = self._map.last_number + 1
-        self._map.readable_by_tag[tag] = self._map.by_number[known.number] = known
+        self._map.add_group(known)
 
     def _fits(self, known: KnownGroup, key: bytes) -> bool:
         """Return whether the tier can have blocks of this size."""
@@ -272,48 +265,29 @@ class DiskTier(Tier):
                 self._map.open_region(number, size)
                 self._clearing.region_opened(number, size)
             return slot
-        if not self._clearing.to_overwrite.get(size) and not self._evict_next(size):
+        if not self._map.to_overwrite.get(size) and not self._evict_next(size):
             return None
-        return self._clearing.to_overwrite[size].pop(0)
+        return self._map.to_overwrite[size].pop(0)
 
     def _evict_next(self, size: int) -> bool:
-        """Advance the clock hand until it has freed slots of this size; recently used blocks get a second chance.
+        """Evict blocks where the clock hand is; return whether the next write may overwrite one of this slot size.
 
-        If the hand reaches a region of another size, it evicts it unless over half was used or a slot is pinned.
-        The slots are free once the index is cleared; nothing else is evicted until then.
+        A region of another size that goes as a whole has free slots once the index is cleared; nothing else is evicted
+        until then.
         """
         if self._clearing.is_freeing:  # slots are becoming free
             return False
-        left = LOOKED_AT_ONCE
-        for _ in range(2 * len(self._map.regions)):  # in its first round it may only clear marks of use
-            number, region = next(iter(self._map.regions.items()))
-            hand_before, whole_blocks, victims = region.hand, 0, list[int]()
-            if region.slot_bytes == size:
-                victims = region.evict_next(left)
-            else:
-                whole_blocks = region.skip_all()
-            # Coming to a region takes time too, even if few of its slots are passed.
-            left -= max(LOOKED_AT_ONCE // REGIONS_AT_ONCE, region.hand - hand_before)
-            if region.hand == region.slots:
-                region.hand = 0
-                self._map.regions.move_to_end(number)
-            self.counters.evicted_blocks += whole_blocks + len(victims)
-            if whole_blocks:
-                self._clearing.free_in_steps(self._map.slots_of_region(number))
-                return False
-            if victims:
-                self._used_when_full = self._map.slots.used_bytes
-                slots = [number * self._map.slots.slots_per_region + place for place in victims]
-                self._clearing.drop(slots)
-                self._clearing.to_overwrite.setdefault(size, []).extend(slots)
-                return True
-            if left <= 0:  # the next write continues from here
-                return False
-        # No slot of this size became free. Evicted ones of other sizes would keep their regions from changing size.
-        to_overwrite = self._clearing.to_overwrite
-        for unused in [one for one in to_overwrite if one != size]:
-            self._clearing.clear_slots(to_overwrite.pop(unused))
-        return False
+        passed = self._map.advance_hand(size)
+        self.counters.evicted_blocks += passed.blocks
+        if passed.region is not None:
+            self._clearing.free_in_steps(self._map.slots_of_region(passed.region))
+        if passed.victims:
+            self._used_when_full = self._map.slots.used_bytes
+            self._clearing.drop(passed.victims)
+            self._map.to_overwrite.setdefault(size, []).extend(passed.victims)
+        if passed.is_round:  # evicted slots of other sizes would keep their regions from changing size
+            self._clear_to_overwrite(but=size)
+        return bool(passed.victims)
 
     def _write_ended(self, job: SlotJob, end: End) -> None:
         if end.fault is not None:
@@ -329,8 +303,8 @@ class DiskTier(Tier):
         elif result is Result.FAILED:
             self._pause_s = min(_MAX_PAUSE_S, 2 * self._pause_s) or _MIN_PAUSE_S
             self._write_at = self._clock() + self._pause_s
-            if (len(self._clearing.put_aside) + 1) * _PUT_ASIDE_DIVISOR <= self._map.blocks:
-                self._clearing.put_aside.add(job.slot)
+            if (len(self._map.put_aside) + 1) * _PUT_ASIDE_DIVISOR <= self._map.blocks:
+                self._map.put_aside.add(job.slot)
         if result is Result.DONE and not was_removed:
             self._map.add(
                 self._map.readable_by_tag[job.group.tag], job.key, job.slot, int(self._wall_clock()) // HOUR_S
@@ -338,13 +312,13 @@ class DiskTier(Tier):
             self._listener.blocks_stored(self, job.group, [job.key])
         else:
             self._clearing.clear_slots([job.slot])
-        self._clearing.unpin([job.slot])
+        self._map.unpin([job.slot])
         job.on_end(Result.GONE if result is Result.DONE and was_removed else result)
 
     # --- removing --------------------------------------------------------------------------------
 
     def remove(self, group: BlockGroup, keys: Sequence[bytes], *, for_all_nodes: bool = False) -> None:
-        self._clearing.clear_to_overwrite()
+        self._clear_to_overwrite()
         # Of whatever geometry: after a restart no rank may have registered yet.
         known = self._map.readable_by_tag.get(group.tag)
         slots = [] if known is None else self._map.slots_of(known.group, list(dict.fromkeys(keys)))
@@ -353,8 +327,14 @@ class DiskTier(Tier):
             self._writing.pop((group.tag, key), None)  # the block is dropped at the end of the write
         self._clearing.clear_slots(slots)
 
+    def _clear_to_overwrite(self, but: int = 0) -> None:
+        """Clear the records in ``to_overwrite``: the blocks may be invalid once a later daemon finds them. Those of the
+        slot size ``but`` stay."""
+        for slot_bytes in [one for one in self._map.to_overwrite if one != but]:
+            self._clearing.clear_slots(self._map.to_overwrite.pop(slot_bytes))
+
     def remove_all(self, fingerprint: bytes | None) -> int:
-        self._clearing.clear_to_overwrite()
+        self._clear_to_overwrite()
         gone = [known for known in self._map.readable_by_tag.values() if fingerprint in (None, known.group.fingerprint)]
         tags = {known.group.tag for known in gone}
         for which in [which for which in self._writing if which[0] in tags]:
@@ -430,7 +410,7 @@ class DiskTier(Tier):
             return True
         self._reads.end(Result.CANCELLED)
         self._writes.end(End(Result.CANCELLED))
-        self._clearing.clear_to_overwrite()
+        self._clear_to_overwrite()
         if not self._clearing.finish(until):
             return False
         ended = [one.close(until) for one in (self._reads, self._writes, self._clearing.threads)]

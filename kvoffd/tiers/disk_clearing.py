@@ -2,8 +2,8 @@
 
 1. ``drop``: lookups do not find the block any more. Its slot stays allocated.
 2. ``clear_slots``: the slot is pinned while a thread clears its record.
-3. ``unpin``: the slot is free, unless a read or write has pinned it too, or a write to it has failed. If its record
-   could not be cleared, it is in ``to_overwrite`` instead.
+3. ``DiskMap.unpin``: the slot is free, unless a read or write has pinned it too, or a write to it has failed. If its
+   record could not be cleared, it is in ``DiskMap.to_overwrite`` instead.
 
 A clear, a reset, or a region that changes its slot size is processed in steps of ``CLEARED_AT_ONCE`` blocks. The thread
 also writes the rest of the index: its head, and the slot sizes of regions.
@@ -16,8 +16,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
-
-import numpy as np
 
 from kvoffd.pool.allocator import PAGE_BYTES
 from kvoffd.system.threads import Workers
@@ -50,10 +48,6 @@ class Clearing:
         on_error: called like ``TierListener.error``, without the tier.
 
     Attributes:
-        put_aside: slots that are never freed because a write to them failed.
-        to_overwrite: slots without a block, by slot size, whose records are still there: of evicted blocks, and of
-            those whose records could not be cleared. The next writes overwrite them; until then a later daemon would
-            find the blocks.
         is_unlinked: whether a file was unlinked: the next daemon finds nothing.
     """
 
@@ -69,10 +63,6 @@ class Clearing:
     ) -> None:
         self._file, self._map, self._counters, self._post = file, disk_map, counters, post
         self._on_dropped, self._on_error = on_dropped, on_error
-        self.put_aside: set[int] = set()
-        self.to_overwrite: dict[int, list[int]] = {}
-        self._uncleared: set[int] = set()
-        """Pinned slots whose records could not be cleared."""
         self.is_unlinked, self.physical_bytes = False, file.physical_bytes()
         self._freeing: deque[Iterator[list[int]]] = deque()
         """Remaining slots of each namespace and region that is cleared as a whole."""
@@ -105,39 +95,11 @@ class Clearing:
 
     def clear_slots(self, slots: Sequence[int]) -> IndexWrite:
         """Clear the records of slots, then free them. A new block's record must not be cleared after it is written."""
-        for slot in slots:
-            region, place = self._map.at(slot)
-            region.pins[place] += 1
+        self._map.pin(slots)
         write = IndexWrite(list(slots))
         if slots:
             self.threads.put(write)
         return write
-
-    def clear_to_overwrite(self) -> None:
-        """Clear the records in ``to_overwrite``: the blocks may be invalid once a later daemon finds them."""
-        left, self.to_overwrite = self.to_overwrite, {}
-        for slots in left.values():
-            self.clear_slots(slots)
-
-    def unpin(self, slots: Sequence[int]) -> None:
-        """Unpin slots whose read, write or clearing has ended. Frees those without a block and another pin."""
-        free: list[int] = []
-        for slot in slots:
-            region, place = self._map.at(slot)
-            region.pins[place] -= 1
-            if region.pins[place] or region.groups[place] or slot in self.put_aside:
-                continue
-            if slot in self._uncleared:
-                self._uncleared.remove(slot)
-                self.to_overwrite.setdefault(region.slot_bytes, []).append(slot)
-            else:
-                free.append(slot)
-        if not free:
-            return
-        self._map.slots.free(np.array(free, np.uint32))
-        for number in {slot // self._map.slots.slots_per_region for slot in free}:
-            if not self._map.slots.slot_bytes[number]:
-                del self._map.regions[number]
 
     def free_in_steps(self, slots: Iterator[list[int]]) -> None:
         """Drop and clear batches of slots, each once the previous one is free."""
@@ -202,8 +164,8 @@ class Clearing:
             self._on_error(end.fault, end.sentence)
             self._unsized |= write.sizes.keys()
             if write is not self._running:  # blocks of a cleared namespace are found no more: its generation is higher
-                self._uncleared |= {*write.gone}
-        self.unpin(write.gone)
+                self._map.uncleared |= {*write.gone}
+        self._map.unpin(write.gone)
         if write is self._running:
             self._running = None
             self._free_batch()

@@ -17,11 +17,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import inf
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from kvoffd.pool.allocator import page_up
 from kvoffd.pool.checksums import digest
 from kvoffd.pool.slot_table import MAX_KEY_BYTES
 from kvoffd.system.files import OnError, ShortRead, address_of, aligned_buffer, write_all
@@ -31,9 +30,6 @@ from kvoffd.tiers.disk_file import RECORD, DiskFile
 from kvoffd.tiers.header import HEADER_BYTES, Block, BlockGroup, decode_header, encode_header
 from kvoffd.tiers.tier import READERS_NICE, Result
 from kvoffd_proto.stats import DiskFault
-
-if TYPE_CHECKING:
-    from kvoffd.tiers.disk_map import Region
 
 declare(keep_gil=False, reader_work=(INT, VOID_P))
 declare(
@@ -60,13 +56,12 @@ class SlotJob:
     group: BlockGroup
     key: bytes
     slot: int
-    region: Region
-    place: int
-    """Place in the region."""
     offset: int
     """Offset of the slot's header in the file."""
     nbytes: int
     """Bytes in the file."""
+    padded: Sequence[int]
+    """Bytes of the shards in the file, by rank."""
     pool_offsets: Sequence[int]
     """Offsets of the shards in the pool, by rank."""
     on_end: Callable[..., None]
@@ -117,10 +112,6 @@ class BlockRead:
     def __init__(self, number: int, offset: int, parts: Sequence[int], summed: Sequence[int]) -> None:
         self.number, self.offset, self._parts = number, offset, len(summed)
         self.words = array("Q", [number, offset, 0, len(summed), *parts, *summed, *[0] * len(summed)])
-
-    @property
-    def address(self) -> int:
-        return self.words.buffer_info()[0]
 
     @property
     def found(self) -> int:
@@ -224,11 +215,10 @@ class Reads:
             if self._reading and self._nbytes + self._waiting[0].nbytes > MAX_READ_BYTES:
                 return
             job, number, parts = self._waiting.popleft(), self._free.pop(), list[int]()
-            lengths = job.group.lengths
-            for at, length in zip(job.pool_offsets, lengths, strict=True):
-                parts += self._pool_at + at, page_up(length)
+            for at, nbytes in zip(job.pool_offsets, job.padded, strict=True):
+                parts += self._pool_at + at, nbytes
             header = self._headers_at + number * HEADER_BYTES, HEADER_BYTES
-            summed = 0, *lengths  # the header's checksum is not needed
+            summed = 0, *job.group.lengths  # the header's checksum is not needed
             read = BlockRead(number, job.offset, (*header, *parts), summed)
             if not self._reading:
                 self._progress_at = self._clock()
@@ -237,7 +227,7 @@ class Reads:
             self._add(read)
 
     def _add(self, read: BlockRead) -> None:
-        self._native.reader_add(self._reader, read.address)
+        self._native.reader_add(self._reader, read.words.buffer_info()[0])
 
     def _take_ended(self) -> Sequence[int]:
         numbers = array("Q", bytes(8 * ENDED_AT_ONCE))
@@ -351,8 +341,8 @@ class BlockWriter:
             assert job.block is not None
             header = headers[number * HEADER_BYTES : (number + 1) * HEADER_BYTES]
             header[:] = encode_header(job.block)
-            shards = zip(job.pool_offsets, job.group.lengths, strict=True)
-            buffers += [header, *(self._pool[offset : offset + page_up(length)] for offset, length in shards)]
+            shards = zip(job.pool_offsets, job.padded, strict=True)
+            buffers += [header, *(self._pool[offset : offset + nbytes] for offset, nbytes in shards)]
         try:
             write_all(file.calls, file.fd, buffers, jobs[0].offset)
         except OSError as error:

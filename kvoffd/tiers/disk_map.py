@@ -9,7 +9,7 @@ from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -58,11 +58,16 @@ class KnownGroup:
     group: BlockGroup
     number: int = 0
     blocks: int = 0
+    is_readable: bool = True
+    """False once it is removed as a whole."""
+    padded: Sequence[int] = ()
+    """Bytes of a block's shards in the file, by rank."""
     slot_bytes: int = 0
     """Bytes of a block in the file."""
 
     def __post_init__(self) -> None:
-        self.slot_bytes = HEADER_BYTES + sum(map(page_up, self.group.lengths))
+        self.padded = list(map(page_up, self.group.lengths))
+        self.slot_bytes = HEADER_BYTES + sum(self.padded)
 
 
 class _RegionAddresses(ctypes.Structure):
@@ -79,9 +84,24 @@ class _Index(ctypes.Structure):
     _fields_ = DISK_INDEX
 
 
+class Passed(NamedTuple):
+    """What the clock hand has found to evict.
+
+    Attributes:
+        victims: slots of blocks.
+        region: number of a region of another slot size, all of whose blocks go.
+        blocks: number of the blocks to evict.
+        is_round: whether the hand has passed all regions twice, and found nothing.
+    """
+
+    victims: Sequence[int] = ()
+    region: int | None = None
+    blocks: int = 0
+    is_round: bool = False
+
+
 class Region:
-    """State of a region's slots, by their places in it. A slot is free in the allocator, or: has a block (its group is
-    not 0), is pinned by a read, write or write to the index, or was put aside."""
+    """State of a region's slots, by their places in it: see ``DiskMap``."""
 
     def __init__(self, slot_bytes: int, slots: int) -> None:
         self.slot_bytes = slot_bytes
@@ -135,10 +155,25 @@ class Region:
 
 
 class DiskMap:
-    """The blocks in the slots of a disk's file. Not thread-safe.
+    """The slots of a disk's file and the blocks in them. It alone changes the state of a slot. Not thread-safe.
+
+    | the slot             | has a group | is pinned by        | until                                              |
+    |----------------------|-------------|---------------------|----------------------------------------------------|
+    | is free              | no          |                     | a write takes it                                   |
+    | is being written     | no          | the write           | ``add``; if the write fails, its record is cleared |
+    | has a block          | yes         | reads               | ``drop``                                           |
+    | is to be overwritten | no          |                     | a write takes it, or its record is cleared         |
+    | is being cleared     | no          | the clearing, reads | ``unpin`` by the last of them: then it is free, or |
+    |                      |             |                     | to be overwritten if its record is still there     |
+    | is put aside         | no          |                     | the tier is closed                                 |
 
     Attributes:
         blocks, nbytes: number of readable blocks, and their bytes.
+        put_aside: slots that are never freed because a write to them failed.
+        to_overwrite: slots without a block, by slot size, whose records are still there: of evicted blocks, and of
+            those whose records could not be cleared. The next writes overwrite them; until then a later daemon would
+            find the blocks.
+        uncleared: pinned slots whose records could not be cleared.
     """
 
     def __init__(self, file: DiskFile) -> None:
@@ -163,6 +198,9 @@ class DiskMap:
             raise MemoryError
         self._close_index = weakref.finalize(self, self._native.disk_close, ctypes.pointer(self._index))
         self.blocks = self.nbytes = 0
+        self.put_aside: set[int] = set()
+        self.to_overwrite: dict[int, list[int]] = {}
+        self.uncleared: set[int] = set()
         self._hours: Counter[int] = Counter()
         """Number of blocks by the hour in which they were written."""
 
@@ -319,6 +357,92 @@ class DiskMap:
         number, place = divmod(slot, self.slots.slots_per_region)
         return PAGE_BYTES + number * self.slots.region_bytes + place * self.regions[number].slot_bytes
 
+    # --- the state of slots ----------------------------------------------------------------------
+
+    def pin(self, slots: Sequence[int]) -> None:
+        """Keep slots, which a read, a write or a write to the index uses, from becoming free."""
+        for slot in slots:
+            region, place = self.at(slot)
+            region.pins[place] += 1
+
+    def unpin(self, slots: Sequence[int]) -> None:
+        """Unpin slots whose read, write or clearing has ended. Frees those without a block and another pin."""
+        free: list[int] = []
+        for slot in slots:
+            region, place = self.at(slot)
+            region.pins[place] -= 1
+            if region.pins[place] or region.groups[place] or slot in self.put_aside:
+                continue
+            if slot in self.uncleared:
+                self.uncleared.remove(slot)
+                self.to_overwrite.setdefault(region.slot_bytes, []).append(slot)
+            else:
+                free.append(slot)
+        if not free:
+            return
+        self.slots.free(np.array(free, np.uint32))
+        for number in {slot // self.slots.slots_per_region for slot in free}:
+            if not self.slots.slot_bytes[number]:
+                del self.regions[number]
+
+    def add_group(self, known: KnownGroup) -> None:
+        """Add a new group, in place of one of another geometry, whose blocks were removed."""
+        if (before := self.readable_by_tag.get(known.group.tag)) is not None:
+            del self.by_number[before.number]
+        known.number = self.last_number = self.last_number + 1
+        self.readable_by_tag[known.group.tag] = self.by_number[known.number] = known
+
+    def has_block(self, slot: int) -> bool:
+        """Return whether a slot has a readable block."""
+        region, place = self.at(slot)
+        known = self.by_number.get(region.groups[place])
+        return known is not None and known.is_readable
+
+    def was_found(self, slot: int) -> bool:
+        """Return whether an earlier daemon wrote the slot's block, and no read has shown that it is whole."""
+        region, place = self.at(slot)
+        return bool(region.found[place])
+
+    def mark_read(self, slot: int) -> None:
+        """Note that the slot's block is whole, and was used."""
+        region, place = self.at(slot)
+        region.found[place], region.used[place] = 0, 1
+
+    def spare(self, group: BlockGroup, keys: Sequence[bytes]) -> None:
+        """Have the hand spare these blocks once, as after a read."""
+        for slot in self.slots_of(group, keys):
+            region, place = self.at(slot)
+            region.used[place] = 1
+
+    def advance_hand(self, slot_bytes: int) -> Passed:
+        """Advance the clock hand until it has found blocks to evict for slots of this size; recently used blocks get a
+        second chance.
+
+        If the hand reaches a region of another size, all of it goes unless over half was used or a slot is pinned. It
+        stops after ``LOOKED_AT_ONCE`` slots, and continues from there.
+        """
+        left = LOOKED_AT_ONCE
+        for _ in range(2 * len(self.regions)):  # in its first round it may only clear marks of use
+            number, region = next(iter(self.regions.items()))
+            hand_before, whole_blocks, victims = region.hand, 0, list[int]()
+            if region.slot_bytes == slot_bytes:
+                victims = region.evict_next(left)
+            else:
+                whole_blocks = region.skip_all()
+            # Coming to a region takes time too, even if few of its slots are passed.
+            left -= max(LOOKED_AT_ONCE // REGIONS_AT_ONCE, region.hand - hand_before)
+            if region.hand == region.slots:
+                region.hand = 0
+                self.regions.move_to_end(number)
+            if whole_blocks:
+                return Passed(region=number, blocks=whole_blocks)
+            if victims:
+                first = number * self.slots.slots_per_region
+                return Passed([first + place for place in victims], blocks=len(victims))
+            if left <= 0:
+                return Passed()
+        return Passed(is_round=True)
+
     def add(self, known: KnownGroup, key: bytes, slot: int, hour: int) -> None:
         """Add a block that was written to a slot."""
         region, place = self.at(slot)
@@ -343,23 +467,18 @@ class DiskMap:
             if not self._hours[hour]:
                 del self._hours[hour]
             region.groups[place], region.hours[place] = 0, NEVER
-        gone = [
-            (known, keys[known.number]) for known in map(self.by_number.__getitem__, keys) if self.is_readable(known)
-        ]
+        gone = [(known, keys[known.number]) for known in map(self.by_number.__getitem__, keys) if known.is_readable]
         for known, its in gone:
             known.blocks -= len(its)
             self.blocks -= len(its)
             self.nbytes -= len(its) * known.group.nbytes
         return gone
 
-    def is_readable(self, known: KnownGroup) -> bool:
-        """Return whether the group was not removed as a whole."""
-        return self.readable_by_tag.get(known.group.tag) is known
-
     def remove_whole(self, gone: Sequence[KnownGroup]) -> Iterator[list[int]]:
         """Stop finding blocks of these groups. Returns their slots: see ``_slots_in_batches``."""
         for known in gone:
             del self.readable_by_tag[known.group.tag]
+            known.is_readable = False
             self.blocks -= known.blocks
             self.nbytes -= known.blocks * known.group.nbytes
         return self._slots_of_whole([known.number for known in gone], list(self.regions))

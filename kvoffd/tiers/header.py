@@ -55,7 +55,7 @@ def make_block_group(fingerprint: bytes, generation: int, group_index: int, leng
 
 def stored_group(group: BlockGroup, generation: int) -> BlockGroup:
     """Return a group as it is in shared stores, in this fleet generation of its namespace."""
-    return make_block_group(group.fingerprint, generation, group.group_index, group.lengths)
+    return _made(group.fingerprint, generation, group.group_index, group.lengths)
 
 
 @lru_cache(REMEMBERED_GROUPS)
@@ -109,5 +109,5 @@ def decode_header(data: bytes | memoryview) -> Block | None:
     lengths, checksums, firsts = zip(*shards, strict=True) if shards else ((), (), ())
     if not all(checksums) or max(firsts, default=0) > MAX_FIRST_BLOCK:
         return None
-    group = make_block_group(bytes(data[_HEAD.size : key_at]), generation, group_index, lengths)
+    group = _made(bytes(data[_HEAD.size : key_at]), generation, group_index, lengths)
     return Block(group, bytes(data[key_at:shards_at]), firsts, checksums)

@@ -158,7 +158,12 @@ class PeerCaller:
         while (waiting or running) and now < until and not self._closed.is_set():
             while waiting and waiting[0].at <= now and len(running) < CALLED_AT_ONCE:
                 call = waiting.popleft()
-                dealer = sockets.enter_context(peer_socket(context, zmq.DEALER, self._keys))
+                try:
+                    dealer = sockets.enter_context(peer_socket(context, zmq.DEALER, self._keys))
+                except zmq.ZMQError as error:  # no descriptor is free: some are once other calls have ended
+                    calls.problems[call.address] = f"this node cannot connect: {error}"
+                    waiting.append(call._replace(at=now + PAUSE_S))
+                    break
                 dealer.connect(f"tcp://{call.address}")
                 question = msgspec.msgpack.encode(call.follow)
                 dealer.send_multipart([bytes([FOLLOW]), ident, question])  # once it is connected

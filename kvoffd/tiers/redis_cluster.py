@@ -39,6 +39,8 @@ DOWN_PAUSE_S = 2.0
 """Pause before a failed master, or slots without an owner, are tried again."""
 AGAIN_S, TLS_AGAIN_S = 0.05, 0.2
 """Time to connect to such a master: the same thread asks the others."""
+FIND_S = 2.0
+"""Time for connecting after which no other server is asked for the masters, and a master gets AGAIN_S alone."""
 RAISE_PAUSE_S = 60.0
 """Pause before a lost copy of a generation is written again, if this node may not write it."""
 MAX_MASTERS = 256
@@ -131,7 +133,7 @@ class RedisCluster(Store):
         ttl_s: int = 0,
     ) -> None:
         self._seed, self._masters = (host, port), masters
-        self._tls = tls
+        self._again_s = TLS_AGAIN_S if tls else AGAIN_S
         self.servers: Servers = servers
         self._open = partial(Redis, database=0, credentials=credentials, tls=tls, ttl_s=ttl_s, clustered=True)
         self._nodes: dict[Address, Redis] = {}
@@ -142,13 +144,17 @@ class RedisCluster(Store):
         self._stale_at = inf
         """Time to request the map again: at once after a master failed or gave up slots, which others may have now;
         after a pause if slots have no owner, as while a replica is promoted."""
+        self._unhelpful: dict[Address, float] = {}
+        """Time when a server last did not say who the masters are, since one did: it is asked after the others."""
         self._raise_at = 0.0
 
     def connect(self) -> None:
+        self._connect(time.monotonic() + FIND_S)
+
+    def _connect(self, until: float) -> None:
         if not self._owners or time.monotonic() >= self._stale_at:
-            self._find_owners()
-        reached = list(map(self._reach, self._nodes))
-        if not any(reached):
+            self._find_owners(until)
+        if not self._reachable(until):
             self._owners = []
             why = next((server.problem for server in self.servers if server.problem), "")
             raise StoreError("unreachable", f"No master of the cluster at {self._name} answers: {why}", final=True)
@@ -157,11 +163,17 @@ class RedisCluster(Store):
     def _name(self) -> str:
         return name_of(self._seed)
 
-    def _reach(self, address: Address) -> bool:
+    def _reachable(self, until: float) -> set[Address]:
+        """Connect to all masters; return those that are connected. After ``until`` each gets AGAIN_S."""
+        return {address for address in self._nodes if self._reach(address, until)}
+
+    def _reach(self, address: Address, until: float) -> bool:
         """Connect to a master unless it failed recently; return whether it is connected."""
-        if time.monotonic() < self._down_until.get(address, 0.0):
+        now = time.monotonic()
+        if now < self._down_until.get(address, 0.0):
             return False
         node = self._nodes[address]
+        node.connect_s = max(self._again_s, min(node.connect_s, until - now))
         try:
             node.connect()
             if address in self._down_until:  # a server that was stopped accepts connections, and answers nothing
@@ -178,13 +190,15 @@ class RedisCluster(Store):
     def _pause(self, address: Address, error: StoreError, *, is_skipped: bool) -> None:
         """Do not use a master that failed for DOWN_PAUSE_S. ``is_skipped``: see ``Servers.failed``."""
         self._down_until[address] = time.monotonic() + DOWN_PAUSE_S
-        self._nodes[address].connect_s = TLS_AGAIN_S if self._tls else AGAIN_S
+        self._nodes[address].connect_s = self._again_s
         self.servers.failed(name_of(address), error, is_skipped=is_skipped)
 
-    def _find_owners(self) -> None:
+    def _find_owners(self, until: float) -> None:
         failure: StoreError | None = None
         known = dict.fromkeys([*self._nodes, self._seed, *self._masters.addresses])
-        for address in sorted(known, key=lambda one: self._down_until.get(one, 0.0)):
+        for address in sorted(known, key=lambda one: (self._unhelpful.get(one, 0.0), self._down_until.get(one, 0.0))):
+            if failure is not None and time.monotonic() >= until:  # the next call continues with the others
+                break
             node = self._nodes.get(address) or self._open(*address)
             try:
                 node.connect()
@@ -195,8 +209,10 @@ class RedisCluster(Store):
                     )
             except (StoreError, ValueError) as error:
                 node.close()
+                self._unhelpful[address] = time.monotonic()
                 failure = error if isinstance(error, StoreError) else StoreError("protocol", f"{self._name}: {error}.")
                 continue
+            self._unhelpful.clear()
             self._use(masters, {**self._nodes, address: node})
             return
         assert failure is not None
@@ -226,21 +242,21 @@ class RedisCluster(Store):
             node.interrupt()
 
     def ping(self, deadline: float) -> None:
-        self._owners = []
+        self._owners, until = [], time.monotonic() + FIND_S
         for node in self._nodes.values():
             node.connect_s = CONNECT_S  # nobody waits for a ping
         self._down_until = dict.fromkeys(self._down_until, 0.0)
-        self.connect()
+        self._connect(until)
         for address in self._nodes:
             self._down_until.setdefault(address, 0.0)  # so that each is pinged
-        up = {address for address in self._nodes if self._reach(address)}
+        up = self._reachable(until)
         if len({at * COPIES // SLOTS for at, owner in enumerate(self._owners) if owner in up}) < NEEDED_COPIES:
             raise self._too_few()
 
     def usage(self, deadline: float) -> StoreUsage | None:
         """Add up the answers of all reachable masters; without a limit if one has none."""
         found: list[StoreUsage] = []
-        for address in [one for one in self._nodes if self._reach(one)]:
+        for address in self._reachable(deadline):
             with self._exchange(address) as node:
                 if (one := node.usage(deadline)) is None:
                     return None
@@ -293,7 +309,7 @@ class RedisCluster(Store):
     ) -> tuple[dict[bytes, int], list[bool]]:
         """Ask all masters at once, then receive from one after the other: the reachable copies of generations, and
         which names exist. ``touches``: those that do count as used."""
-        parts, copies_at = self._by_owner(names), self._by_owner(copies)
+        parts, copies_at = self._by_owner(names, deadline), self._by_owner(copies, deadline)
         if copies and sum(map(len, copies_at.values())) < NEEDED_COPIES:
             raise self._too_few()
         found, numbers = [False] * len(names), {}
@@ -320,11 +336,12 @@ class RedisCluster(Store):
         return numbers, found
 
     def get(self, requests: Sequence[GetRequest], patience_s: float) -> Iterator[Received | StoreError | None]:
-        parts = self._by_owner([block_name(request.group, request.key) for request in requests])
+        names, until = [block_name(request.group, request.key) for request in requests], time.monotonic() + patience_s
+        parts = self._by_owner(names, until)
         owner = {at: address for address, places in parts.items() for at in places}
         for address, places in parts.items():
             with self._exchange(address) as node:
-                node.send_gets([requests[at] for at in places], time.monotonic() + patience_s)
+                node.send_gets([requests[at] for at in places], until)
         for at, request in enumerate(requests):
             if at not in owner:
                 yield None
@@ -340,7 +357,7 @@ class RedisCluster(Store):
             yield received
 
     def put(self, requests: Sequence[PutRequest], deadline: float) -> list[bool | None]:
-        parts = self._by_owner([block_name(block.group, block.key) for block, _ in requests])
+        parts = self._by_owner([block_name(block.group, block.key) for block, _ in requests], deadline)
         stored: list[bool | None] = [None] * len(requests)
         for address, places in parts.items():
             with self._exchange(address) as node:
@@ -353,7 +370,7 @@ class RedisCluster(Store):
 
     def remove(self, group: BlockGroup, keys: Sequence[bytes], deadline: float) -> None:
         names = block_names(group, keys)
-        for address, places in self._by_owner(names).items():
+        for address, places in self._by_owner(names, deadline).items():
             with self._exchange(address) as node:
                 node.remove_names([names[at] for at in places], deadline)
 
@@ -398,9 +415,9 @@ class RedisCluster(Store):
             found.append(number)
         return found
 
-    def _by_owner(self, names: Sequence[bytes]) -> dict[Address, list[int]]:
+    def _by_owner(self, names: Sequence[bytes], deadline: float) -> dict[Address, list[int]]:
         """Return the indices of the names of each reachable master."""
-        up = {address for address in self._nodes if self._reach(address)}
+        up = self._reachable(deadline)
         parts: dict[Address, list[int]] = {}
         for at, name in enumerate(names):
             address = self._owners[slot_of(name)]

@@ -419,6 +419,26 @@ def test_a_write_is_a_problem_once_it_hangs(monkeypatch: pytest.MonkeyPatch, ope
     assert file.lasting_problem == ""
 
 
+def test_a_file_whose_write_hangs_at_the_end_stays_locked(monkeypatch: pytest.MonkeyPatch, open_file: Open) -> None:
+    """The write may end at any time, and would undo what another daemon has written since."""
+    file = open_file("file")
+    file.claim()
+    with monkeypatch.context() as patch:
+        hangs, replace = threading.Event(), os.replace
+        patch.setattr(os, "replace", lambda *names: hangs.wait(30.0) and replace(*names))
+        file.save(b"of the daemon before")
+        file.close(0.01)
+        with pytest.raises(KvoffdError, match="Another kvoffd"):
+            open_file("file").claim()
+        hangs.set()
+        wait_until(lambda: file.is_tried)
+    os.close(file._lock_fd)  # as at the end of the process
+    other = open_file("file")
+    other.claim()
+    other.close()
+    open_file("file").claim()
+
+
 # --- what a policy learned -------------------------------------------------------------------------
 
 

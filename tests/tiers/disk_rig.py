@@ -216,7 +216,7 @@ class DiskRig:
             == sum(int(np.count_nonzero(region.group_numbers)) for region in tier._map.regions.values())
         )
         assert tier.stats().used_bytes == sum(group.nbytes for group, _ in names_of(tier))
-        held = sum(map(len, tier._clearing.to_overwrite.values())) + len(names) + len(tier._clearing.put_aside)
+        held = sum(map(len, tier._map.to_overwrite.values())) + len(names) + len(tier._map.put_aside)
         pinned = {
             (number, place)
             for number, region in tier._map.regions.items()

@@ -569,7 +569,7 @@ def test_a_slot_that_cannot_be_written_is_put_aside() -> None:
     rig.files.fault = no_fault
     rig.clock.now += 100.0
     assert rig.write(block_of(301)) == [DONE]
-    (bad,) = rig.tier._clearing.put_aside
+    (bad,) = rig.tier._map.put_aside
     assert rig.tier._map.slots_of(GROUP, [key_of(301)])[0] != bad
     rig.check()
 
@@ -732,7 +732,7 @@ def live(random: Random) -> None:
 def test_evicted_blocks_whose_slots_wait_for_a_write_stay_away(removes: str, ends: str) -> None:
     """Several are evicted at once, and their records lie there until a write replaces them: no index has them."""
     rig, number = DiskRig(size_bytes=4 << 20, region_bytes=1 << 20), 0
-    while not any(rig.tier._clearing.to_overwrite.values()):
+    while not any(rig.tier._map.to_overwrite.values()):
         rig.write(block_of(number))
         number += 1
         assert number < 1000

@@ -58,7 +58,7 @@ class Life(DiskRig):
             0
         ]
         self.left[kind] += 1
-        self.left["evicted"] += any(self.tier._clearing.to_overwrite.values())
+        self.left["evicted"] += any(self.tier._map.to_overwrite.values())
         if kind in ("reset", "clear", "invalidate") and self.random.random() < 0.5:
             self.begin_write(self.next_block(ONE))
         match kind:

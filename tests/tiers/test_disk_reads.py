@@ -23,7 +23,7 @@ from tests.kit.waiting import deliver_until
 
 BLOCKS, SLOT_BYTES = 300, HEADER_BYTES + 5 * 4096
 GROUP = make_block_group(b"1" * 32, 0, 0, [9000, 0, 200, 4096])
-PLACES = 0, 12_288, 12_288, 16_384
+PLACES, PADDED = (0, 12_288, 12_288, 16_384), (12_288, 0, 4096, 4096)
 
 
 def block_of(number: int) -> tuple[Block, bytes]:
@@ -64,7 +64,7 @@ def test_each_block_is_read_and_ends_once(tmp_path: Path, direct: bool, most: in
         offset = 2**63 - 4096 if number == BLOCKS + 1 else number * SLOT_BYTES
         shards = [number * SLOT_BYTES + at for at in PLACES]
         key = number.to_bytes(32, "big")
-        reads.put(SlotJob(GROUP, key, number, cast("Any", None), 0, offset, SLOT_BYTES, shards, print))
+        reads.put(SlotJob(GROUP, key, number, offset, SLOT_BYTES, PADDED, shards, print))
     assert reads.waiting + len(reads._reading) == BLOCKS + 2
     deliver_until(posted, lambda: len(ended) == BLOCKS + 2)
     assert (reads.waiting, reads._reading, reads.longest_s) == (0, {}, 0.0)

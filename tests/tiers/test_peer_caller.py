@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 import threading
 import time
@@ -11,10 +12,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
+import zmq
 
 from kvoffd.tiers import peer_caller
 from kvoffd.tiers.peer_caller import MAX_NAMED, NOT_CALLED, Calls, PeerCaller
-from kvoffd.tiers.peer_messages import GENERATION_BYTES, Follow
+from kvoffd.tiers.peer_messages import GENERATION_BYTES, Follow, peer_socket
 from kvoffd.tiers.peer_names import PeerName
 from tests.kit.answering_nodes import AnsweringNodes, cleared
 from tests.kit.ports import free_port
@@ -214,6 +216,27 @@ def test_after_a_name_that_took_all_the_time_or_the_end_no_other_is_resolved(
     caller.close()
     assert resolved == ["one"]
     assert list(calls.unreached({})) == [f"{names[1].text}: its nodes are not known: the name is being resolved."]
+
+
+def test_nodes_are_called_once_a_descriptor_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peer_caller, "CALLS_S", 60.0)
+    rig, refusals = Rig(monkeypatch, 9), [20]
+
+    def socket_or_none(*arguments: Any) -> zmq.Socket[bytes]:
+        if refusals[0] > 0:
+            refusals[0] -= 1
+            raise zmq.ZMQError(errno.EMFILE)
+        return peer_socket(*arguments)
+
+    monkeypatch.setattr(peer_caller, "peer_socket", socket_or_none)
+    with AnsweringNodes(SECRET, rig.addresses) as nodes, rig.caller() as caller:
+        assert list(rig.call(caller).unreached({})) == []
+        assert Counter(nodes.asked) == Counter(rig.addresses)
+        monkeypatch.setattr(peer_caller, "CALLS_S", 0.5)
+        refusals[0] = 1_000_000
+        (sentence,) = rig.call(caller).unreached({})
+    assert "9 of its 9 nodes" in sentence
+    assert "Too many open files" in sentence
 
 
 def test_clears_that_wait_are_bounded_and_end_with_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:

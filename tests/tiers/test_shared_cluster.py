@@ -5,16 +5,20 @@ from __future__ import annotations
 import re
 import signal
 import socket
+import time
 import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from functools import partial
 
 import pytest
 
 from kvoffd.tiers import redis_cluster
 from kvoffd.tiers.header import Block
-from kvoffd.tiers.redis_cluster import copies_of, masters_of, slot_of
-from kvoffd.tiers.redis_store import NEEDED_COMMANDS
+from kvoffd.tiers.redis_cluster import Masters, copies_of, masters_of, slot_of
+from kvoffd.tiers.redis_connection import CONNECT_S
+from kvoffd.tiers.redis_store import NEEDED_COMMANDS, Redis
+from kvoffd.tiers.store import Credentials, Servers, StoreError
 from kvoffd.tiers.tier import Result
 from tests.kit.redis_server import Certificate, RedisCluster, RedisServer
 from tests.kit.waiting import wait_until
@@ -202,6 +206,43 @@ def test_a_server_that_is_in_no_cluster_yet_is_reported(store: FaultyStore) -> N
     show_nodes([store], (store, ""))
     rig = node_of_cluster(store)
     rig.until(lambda: "redis-cli --cluster create" in rig.tier.health.problem)
+
+
+def test_silent_servers_are_not_all_asked_for_the_masters_by_one_call(
+    store: FaultyStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each takes its time: the thread would do nothing else for minutes. The next call asks the others."""
+    monkeypatch.setattr(redis_cluster, "FIND_S", 0.0)
+    monkeypatch.setattr(redis_cluster, "CONNECT_S", 0.05)
+    show_nodes([store], (store, " 0-16383"))
+    with ExitStack() as servers:
+        silent = [servers.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname() for _ in range(5)]
+        known = Masters((*silent[1:], ("127.0.0.1", store.port)))
+        cluster = redis_cluster.RedisCluster(*silent[0], Credentials(), Servers(), known, tls=False)
+        for host, port in silent:
+            with pytest.raises(StoreError, match=f"{host}:{port} is closed"):
+                cluster.connect()
+        cluster.connect()
+        cluster.close()
+
+
+def test_masters_after_silent_ones_have_a_moment_each_to_connect(
+    store: FaultyStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with FaultyStore() as second:
+        show_nodes([store], (store, " 0-8000"), (second, " 8001-16383"))
+        cluster = redis_cluster.RedisCluster("127.0.0.1", store.port, Credentials(), Servers(), Masters(), tls=False)
+        limits, connect = list[float](), Redis.connect
+
+        def watched(node: Redis) -> None:
+            limits.append(node.connect_s)
+            connect(node)
+
+        monkeypatch.setattr(Redis, "connect", watched)
+        monkeypatch.setattr(redis_cluster, "FIND_S", 0.0)
+        cluster.ping(time.monotonic() + 1.0)
+        cluster.close()
+    assert limits == [CONNECT_S, *[redis_cluster.AGAIN_S] * 4], "the first one said who the masters are"
 
 
 def test_slots_of_a_master_that_is_cut_off_are_asked_elsewhere(store: FaultyStore) -> None:
