@@ -51,28 +51,22 @@ from math import inf
 import numpy as np
 import numpy.typing as npt
 
-from kvoffd.cache.block_table import (
+from kvoffd.cache.block_table import NO_BLOCKS, BlockIds, BlockTable, EndedSlots, FoundKeys, Offsets, select_keys
+from kvoffd.cache.hints import HintedOrder
+from kvoffd.cache.hooks import NO_TOKENS, BlockTokens, CacheListener, TierHooks
+from kvoffd.cache.namespace import Group, MissReason
+from kvoffd.cache.policy import Policy
+from kvoffd.cache.states import (
     CORRUPT,
     DROPPED,
     FREE,
-    NO_BLOCKS,
     READY,
     SHARD_STATE,
     UNVERIFIED,
     UNWRITTEN,
     WRITING,
     WRITING_SHARD,
-    BlockIds,
-    BlockTable,
-    EndedSlots,
-    FoundKeys,
-    Offsets,
-    select_keys,
 )
-from kvoffd.cache.hints import HintedOrder
-from kvoffd.cache.hooks import NO_TOKENS, BlockTokens, CacheListener, TierHooks
-from kvoffd.cache.namespace import Group, MissReason
-from kvoffd.cache.policy import Policy
 from kvoffd.cache.tickets import PoolUsage
 from kvoffd.pool.allocator import SlotAllocator, SlotIds
 

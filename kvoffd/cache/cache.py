@@ -2,15 +2,17 @@
 
 | owner | has |
 |---|---|
-| ``life`` (block_life.py) | each block's state, and who hears of a change; the rules of access |
-| ``blocks`` (block_table.py) | the arrays of slots, the index, and the counts by state, in C |
-| ``namespaces`` (open_namespaces.py) | open namespaces, their numbers and groups |
-| ``leases`` (leases.py) | what is pinned for whom, and the limits |
 | ``stores`` (stores.py) | running stores, and fills from tiers |
 | ``space`` (space.py) | where slots for new blocks come from; ``Victims`` (victims.py) chooses what goes |
-| ``order`` (hints.py), ``Policy`` (policy.py) | which block is evicted next |
+| ``leases`` (leases.py) | what is pinned for whom, and the limits |
 | ``prompts`` (prompts.py) | what prompts asked for: counters, reports to policy, curve and tiers |
+| ``namespaces`` (open_namespaces.py) | open namespaces, their numbers and groups |
 | ``integrity`` (integrity.py) | checksums |
+| ``life`` (block_life.py) | each block's state, and who hears of a change; the rules of access |
+| ``order`` (hints.py), ``Policy`` (policy.py) | which block is evicted next |
+| ``blocks`` (block_table.py) | the arrays of slots, the index, and the counts by state, in C |
+
+An owner calls only those below it and, by hooks.py, the tiers and a listener.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ import numpy.ma  # otherwise the loop's first np.unique or np.isin imports it, i
 
 from kvoffd.cache.asked_keys import AskedKeys
 from kvoffd.cache.block_life import BlockLife
-from kvoffd.cache.block_table import FREE, READY, BlockTable, FoundKeys
+from kvoffd.cache.block_table import BlockTable, FoundKeys
 from kvoffd.cache.hooks import CacheListener, TierHooks
 from kvoffd.cache.integrity import Integrity
 from kvoffd.cache.leases import Leases
@@ -34,6 +36,7 @@ from kvoffd.cache.policy import Policy
 from kvoffd.cache.prefetches import NO_SESSION, Prefetches
 from kvoffd.cache.prompts import Prompts
 from kvoffd.cache.space import Space
+from kvoffd.cache.states import FREE, READY
 from kvoffd.cache.stores import BlockStores
 from kvoffd.cache.tickets import Lease, LoadTicket
 from kvoffd.errors import UnknownLease

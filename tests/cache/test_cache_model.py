@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvoffd.cache.asked_keys import PromptUse
-from kvoffd.cache.block_table import CORRUPT, FREE, READY, SHARD_STATE, WRITING, WRITTEN, BlockIds
+from kvoffd.cache.block_table import BlockIds
 from kvoffd.cache.namespace import MissReason, Namespace, NamespaceSnapshot
+from kvoffd.cache.states import CORRUPT, FREE, READY, SHARD_STATE, WRITING, WRITTEN
 from kvoffd.cache.tickets import FillTicket, LoadTicket, StoreTicket
 from kvoffd.errors import BadKeys, NotReady, UnknownLease
 from tests.kit.amount import TIMES
