@@ -174,9 +174,10 @@ class Cache:
             self.blocks.last_prompt += 1
             for at, (index, keys) in enumerate(groups):
                 group = namespace.groups[index]
-                if group.predecessors:
-                    found[at] = self.life.since_reset(group, keys, found[at])
                 of_group = found[at]
+                if group.predecessors:
+                    reasons = self.life.since_reset(group, keys, of_group.reasons)
+                    found[at] = of_group = of_group._replace(reasons=reasons)
                 self.blocks.prompt[of_group.ready] = self.blocks.last_prompt
                 self.order.asked(group, keys, of_group.states, of_group.ready, giver)
             if self.life.tiers is not None:
