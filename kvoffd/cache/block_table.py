@@ -149,7 +149,7 @@ class EndedSlots(NamedTuple):
 
     slots: SlotIds
     corrupt: int
-    """How many of them are CORRUPT."""
+    """Number of CORRUPT ones among them."""
 
 
 class BlockTable(Structure):

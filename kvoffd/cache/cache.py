@@ -62,7 +62,7 @@ class LookupResult(NamedTuple):
 
 
 class BlockFacts(NamedTuple):
-    """What operators see of a block."""
+    """A block as operators see it."""
 
     state: KeyState
     """State in the pool."""
@@ -77,7 +77,7 @@ class BlocksPage(NamedTuple):
 
     keys: bytes
     next_position: int
-    """Where the next page begins; 0 at the end."""
+    """Position at which the next page begins; 0 at the end."""
 
 
 class Cache:
