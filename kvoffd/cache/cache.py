@@ -210,12 +210,21 @@ class Cache:
     # --- loads ----------------------------------------------------------------------------------
 
     def begin_load(
-        self, namespace: Namespace, rank: int, lease_id: int, group_index: int, keys: bytes, first_block: int = 0
+        self,
+        namespace: Namespace,
+        rank: int,
+        lease_id: int,
+        group_index: int,
+        keys: bytes,
+        first_block: int = 0,
+        *,
+        tokens: int = 0,
     ) -> LoadTicket:
         """Pin READY blocks and return a rank's slots of them. The first key is read from ``first_block`` on.
 
-        The load counts for the lease. Its blocks need not be the lease's: a key may have been stored again since. End
-        the ticket exactly once, after the last byte of its copy has moved. Rank, group and keys must be valid.
+        The load counts for the lease, with the ``tokens`` of its group. Its blocks need not be the lease's: a key may
+        have been stored again since. End the ticket exactly once, after the last byte of its copy has moved. Rank,
+        group and keys must be valid.
 
         Raises UnknownLease, and NotReady with the indices of keys that are not READY, are corrupt, or whose written
         range begins later.
@@ -225,7 +234,7 @@ class Cache:
             raise UnknownLease(f"The lease {lease_id} is unknown, ended or of another namespace; look up again.")
         group, size = namespace.groups[group_index], namespace.key_bytes
         pinned = self.blocks.begin_load(self.slots, group, keys, rank, first_block)
-        return LoadTicket(rank, lease, group, keys[:size], *pinned)
+        return LoadTicket(rank, lease, group, keys[:size], *pinned, tokens)
 
     def end_load(self, tickets: Sequence[LoadTicket], *, is_success: bool = False, ends_lease: bool = False) -> None:
         """End the tickets of one job. ``ends_lease``: end the lease too, once every rank's job has asked for it."""
