@@ -25,10 +25,11 @@ CLAIM_S = 10.0
 class Leases:
     """Active leases, and those that have ended and whose blocks are still to be unpinned.
 
-    An active lease is in ``by_id`` and in ``lease.held``, the leases of its session in its namespace, which both have.
-    Its blocks are pinned once for each time that their key came when the lease got them, and count in ``keys`` of
-    ``held``; those that no lease had pinned count in ``nbytes`` of both. A session or namespace may end with very many
-    leases: ``held`` loses all of them at once, and each step of ``unpin_some`` does the rest for some.
+    An active lease is in ``by_id`` and in ``lease.held``, the leases of its session in its namespace, which are in
+    ``by_session`` and ``by_namespace``. Its blocks are pinned once for each time that their key came when the lease got
+    them, and count in ``keys`` of ``held``; those that no lease had pinned count in ``nbytes`` of both. A session or
+    namespace may end with very many leases: ``held`` loses all of them at once, and each step of ``unpin_some`` does
+    the rest for some.
 
     Args:
         ttl_s: time after which a lease ends by itself.
@@ -42,6 +43,7 @@ class Leases:
     Attributes:
         by_id: active leases by id, in the order of their deadlines, and ended ones that ``unpin_some`` has not reached.
         by_session: the active ones of each session that has any, by namespace.
+        by_namespace: the same of each namespace, by session.
         withheld_bytes: bytes of blocks that will be promoted, and leases will pin, and of reads that were given up and
             have not ended; kept by the tiers.
         ended_at_once: leases that one step ends or unpins.
@@ -62,6 +64,7 @@ class Leases:
         self.withheld_bytes = 0
         self.ended_at_once = ENDED_AT_ONCE
         self.by_session: dict[int, dict[Namespace, SessionLeases]] = {}
+        self.by_namespace: dict[Namespace, dict[int, SessionLeases]] = {}
         self._claims: dict[int, float] = {}
         """Sessions whose last lookup was cut by the limit of leases, with the time until which they count as sessions
         with leases."""
@@ -149,7 +152,8 @@ class Leases:
     def _enter(self, lease: Lease) -> None:
         namespaces = self.by_session.setdefault(lease.session, {})
         if (held := namespaces.get(lease.namespace)) is None:
-            held = namespaces[lease.namespace] = lease.namespace.leases[lease.session] = SessionLeases()
+            held = namespaces[lease.namespace] = SessionLeases()
+            self.by_namespace.setdefault(lease.namespace, {})[lease.session] = held
         held.leases[lease], lease.held = None, held
         self.by_id.pop(lease.lease_id, None)  # one that has ended: the place of its key is by its deadline
         self.by_id[lease.lease_id] = lease
@@ -235,7 +239,7 @@ class Leases:
 
     def end_namespace(self, namespace: Namespace) -> None:
         """End all leases on its blocks."""
-        held = [self._remove(session, namespace) for session in [*namespace.leases]]
+        held = [self._remove(session, namespace) for session in [*self.by_namespace.get(namespace, ())]]
         self._unpin(itertools.chain.from_iterable([each.end() for each in held]))
 
     def end_overdue(self) -> int:
@@ -256,12 +260,15 @@ class Leases:
         return self._unpin(leases)
 
     def _remove(self, session: int, namespace: Namespace) -> SessionLeases:
-        """Take a session's leases in a namespace from both. Returns them."""
-        of_session = self.by_session[session]
+        """Take a session's leases in a namespace out of both tables. Returns them."""
+        of_session, of_namespace = self.by_session[session], self.by_namespace[namespace]
         del of_session[namespace]
         if not of_session:
             del self.by_session[session]
-        return namespace.leases.pop(session)
+        held = of_namespace.pop(session)
+        if not of_namespace:
+            del self.by_namespace[namespace]
+        return held
 
     def _unpin(self, ended: Iterable[Lease]) -> int:
         before = len(self._to_unpin)

@@ -7,9 +7,10 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from kvoffd.cache.block_life import BlockLife
-from kvoffd.cache.block_table import NO_BLOCKS, READY
+from kvoffd.cache.block_table import NO_BLOCKS
 from kvoffd.cache.hooks import TierHooks
 from kvoffd.cache.namespace import Namespace
+from kvoffd.cache.states import READY
 from kvoffd.cache.tickets import Lease
 
 MAX_PREFETCHES = 256

@@ -164,8 +164,8 @@ class LoadTicket:
     slots: SlotIds
     offsets: Offsets
     """Pool offsets of the slots."""
-    tokens: int = 0
-    """Tokens of its group that it loads. The job that begins the load sets this."""
+    tokens: int
+    """Tokens of its group that it loads."""
 
 
 class Check(NamedTuple):

@@ -11,9 +11,10 @@ from math import inf
 import numpy as np
 
 from kvoffd.cache.asked_keys import AskedKeys
-from kvoffd.cache.block_table import FREE, READY, UNANSWERED_YET, WRITING
+from kvoffd.cache.block_table import UNANSWERED_YET
 from kvoffd.cache.cache import Cache
 from kvoffd.cache.namespace import MissReason
+from kvoffd.cache.states import FREE, READY, WRITING
 from kvoffd.cache.tickets import Lease
 from kvoffd.pool.allocator import PAGE_BYTES
 from kvoffd.tiering.block_group import block_group_of

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from kvoffd.cache.block_table import CORRUPT, READY, BlockIds
+from kvoffd.cache.block_table import BlockIds
 from kvoffd.cache.cache import Cache
 from kvoffd.cache.namespace import Group
+from kvoffd.cache.states import CORRUPT, READY
 from kvoffd.tiering import TieringSettings, WriteMode
 from kvoffd.tiering.block_group import block_group_of
 from kvoffd.tiering.selection import WATCHED, Selection

@@ -14,12 +14,12 @@ import kvoffd.pool.slot_table
 from kvoffd.cache import POLICY_NAMES
 from kvoffd.cache.asked_keys import TAKEN_AT_ONCE
 from kvoffd.cache.block_life import ABANDONED_S
-from kvoffd.cache.block_table import DROPPED, FREE, READY
 from kvoffd.cache.leases import CLAIM_S
 from kvoffd.cache.namespace import MissReason, Namespace, NamespaceSnapshot
 from kvoffd.cache.open_namespaces import KNOWN_RESETS
 from kvoffd.cache.policy import Admission
 from kvoffd.cache.prompts import MAX_UNREPORTED
+from kvoffd.cache.states import DROPPED, FREE, READY
 from kvoffd.cache.tickets import StorePart, StoreTicket
 from kvoffd.errors import BadGeometry, NotReady, UnknownLease
 from kvoffd_proto.messages import GroupSpec, HintAction

@@ -10,9 +10,9 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import numpy.typing as npt
 
-from kvoffd.cache.block_table import READY
 from kvoffd.cache.cache import Cache
 from kvoffd.cache.namespace import Group, Namespace
+from kvoffd.cache.states import READY
 from kvoffd.cache.tickets import StorePart, StoreTicket
 from kvoffd.pool.allocator import SlotIds
 from kvoffd.server.jobs import LoadJob

@@ -6,8 +6,9 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from kvoffd.cache.block_table import READY, BlockIds
+from kvoffd.cache.block_table import BlockIds
 from kvoffd.cache.prefetches import NO_SESSION
+from kvoffd.cache.states import READY
 from kvoffd.cache.tickets import Lease
 from kvoffd.server.service import Service
 from kvoffd.tiering.block_group import block_group_of

@@ -8,8 +8,8 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvoffd.cache.block_table import READY, WRITING
 from kvoffd.cache.namespace import Namespace
+from kvoffd.cache.states import READY, WRITING
 from kvoffd.cache.tickets import StoreTicket
 from kvoffd.tiering import TieringSettings, WriteMode
 from kvoffd.tiering.promotions import Fill

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from kvoffd.cache.namespace import Group, Namespace
-from kvoffd.cache.policy import Chain, make_policy
+from kvoffd.cache.policies import make_policy
+from kvoffd.cache.policy import Chain
 from kvoffd_proto.messages import GroupSpec
 from tests.kit.slot_cache import keys_of
 
