@@ -430,7 +430,6 @@ class DiskTier(Tier):
             return True
         self._reads.end(Result.CANCELLED)
         self._writes.end(End(Result.CANCELLED))
-        self._clearing.clear_to_overwrite()
         if not self._clearing.finish(until):
             return False
         ended = [one.close(until) for one in (self._reads, self._writes, self._clearing.threads)]

@@ -168,6 +168,8 @@ class Clearing:
 
     def finish(self, until: float) -> bool:
         """Clear all that is pending; return False if some is left at ``until`` (of ``time.monotonic``)."""
+        if not self._closed:  # else the thread may have ended
+            self.clear_to_overwrite()
         self._closed = True
         while self._freeing and time.monotonic() < until:
             self._running = None  # the thread has all its writes: ``threads.close`` waits for them
