@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from functools import cache
 from operator import attrgetter
@@ -53,7 +53,7 @@ class TrafficCounts:
         self._windows = CounterWindows(clock)
         self._steps = CounterSteps(clock)
         self._sampled_at = float("-inf")
-        self._total: Counter[str] = Counter()
+        self._total = defaultdict[str, float](int)
         self._counted: dict[Namespace, _Counted] = {}
         """What of each namespace is in the totals."""
         self.gone_namespaces = 0
