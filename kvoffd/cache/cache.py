@@ -44,7 +44,7 @@ from kvoffd.pool.allocator import SlotAllocator
 from kvoffd.pool.slot_table import SlotTable
 from kvoffd_proto.messages import HintAction, KeyState
 
-SWEPT_AT_ONCE = 1024
+SWEPT_AT_ONCE = 512
 """Slots of reset namespaces that one step returns."""
 DROPPED_AT_ONCE = 512
 """Blocks, partial for too long, that one step drops."""
@@ -355,10 +355,10 @@ class Cache:
         return ended
 
     def background(self) -> bool:
-        """Set some retained blocks aside, and do one step of what is left: unpin blocks of ended leases, else end what
-        is overdue, else count prompts of closed sessions, else return slots of reset namespaces. Returns whether more
-        remains."""
-        more = self.order.set_aside_some()
+        """End some lapsed hints, set some retained blocks aside, and do one step of what is left: unpin blocks of ended
+        leases, else end what is overdue, else count prompts of closed sessions, else return slots of reset namespaces.
+        Returns whether more remains."""
+        more = self.order.background()
         if self.leases.has_to_unpin:
             self.leases.unpin_some()
         elif self._has_overdue:

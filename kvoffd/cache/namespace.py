@@ -273,19 +273,18 @@ class Namespace:
         """Return what the next daemon must know of it, a NamespaceRecord; the same object as before if nothing has
         changed."""
         fields = self.number, self.generation, tuple(self.shard_bytes), tuple(self.shards)
-        if fields != self._encoded_record[0]:
-            self._encoded_record = fields, msgpack.encode(self._record())
-        return self._encoded_record[1]
-
-    def _record(self) -> NamespaceRecord:
+        if fields == self._encoded_record[0]:
+            return self._encoded_record[1]
         shards = [
             None if one is None else tuple((count, tuple((nbytes,) for nbytes in pages)) for count, pages in one)
             for one in self.shards
         ]
-        return NamespaceRecord(
+        record = NamespaceRecord(
             *(self.number, self.fingerprint, self.label, self.world_size, self.key_bytes, self.specs),
             *(self.description, tuple(self.shard_bytes), tuple(shards), self.generation),
         )
+        self._encoded_record = fields, msgpack.encode(record)
+        return self._encoded_record[1]
 
     def describe_shards(self, rank: int, shards: Shards | None) -> bool:
         """Set the layers of a rank's shards unless they are known. Returns whether it did. No copy depends on them."""

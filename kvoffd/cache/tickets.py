@@ -82,7 +82,7 @@ class SessionLeases:
     nbytes: int = 0
     """Sum of the leases' ``nbytes``."""
 
-    def end(self) -> Iterable[Lease]:
+    def end(self) -> dict[Lease, None]:
         """End all of them. Returns which."""
         ended, self.leases = self.leases, {}
         self.keys = self.nbytes = 0

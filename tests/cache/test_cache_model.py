@@ -624,7 +624,7 @@ class CacheMachine(RuleBasedStateMachine):
     def what_was_asked_for_was_found_or_counted_as_missed(self) -> None:
         for namespace in self.spaces:
             counters = namespace.counters
-            ended = [lease for lease in self.cache.leases._to_unpin if lease.namespace is namespace]
+            ended = [lease for some in self.cache.leases._to_unpin for lease in some if lease.namespace is namespace]
             ending = sum(len(lease.blocks) for lease in ended if lease.counts_at_end)
             assert (counters.covered_keys + ending, counters.misses.total()) == (
                 self.covered[namespace],

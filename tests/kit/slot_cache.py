@@ -269,9 +269,11 @@ def check_invariants(cache: Cache) -> None:
     pins: Counter[int] = Counter()
     held: dict[tuple[int, Namespace], SessionLeases] = {}
     active = [lease for lease in cache.leases.by_id.values() if lease.active]
-    assert not {*active} & {*cache.leases._to_unpin}
-    assert {*cache.leases.by_id.values()} <= {*active, *cache.leases._to_unpin}
-    for lease in cache.leases._to_unpin:
+    ended = [lease for together in cache.leases._to_unpin for lease in together]
+    assert cache.leases._count_to_unpin == len(ended)
+    assert not {*active} & {*ended}
+    assert {*cache.leases.by_id.values()} <= {*active, *ended}
+    for lease in ended:
         pins.update(lease.blocks.tolist())
     for lease in active:
         pins.update(lease.blocks.tolist())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
@@ -167,7 +168,7 @@ class Audit:
         cache, tiering = self._service.cache, self._service.tier_supervisor.tiering
         pins = Counter[int]()
         sessions = {session.id for session in self._service.sessions}
-        for lease in {**dict.fromkeys(cache.leases.by_id.values()), **dict.fromkeys(cache.leases._to_unpin)}:
+        for lease in dict.fromkeys(chain(cache.leases.by_id.values(), *cache.leases._to_unpin)):
             assert lease.session in sessions or not lease.active, "a lease of a session that has ended"
             assert not lease.active or not any(group.retired for group, _ in cache.blocks.by_group(lease.blocks)), (
                 "a lease outlives a reset"
