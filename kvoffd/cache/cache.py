@@ -170,16 +170,15 @@ class Cache:
         pinned_before = self.blocks.pinned_bytes
         asked = None if again else [AskedKeys(namespace, reported=reported) for _ in groups]
         found = list[FoundKeys]()
+        self.blocks.last_prompt += 1
         try:
-            for index, keys in groups:  # of a new lease the same call of C leases the READY blocks
-                found.append(self.blocks.lookup(namespace.groups[index], keys, lease=is_new))
-            self.blocks.last_prompt += 1
-            for at, (index, keys) in enumerate(groups):
+            for index, keys in groups:
                 group = namespace.groups[index]
-                of_group = found[at]
+                of_group = self.blocks.lookup(group, keys, lease=is_new)  # a new lease pins them by the same call of C
+                found.append(of_group)
                 if group.predecessors:
                     reasons = self.life.since_reset(group, keys, of_group.reasons)
-                    found[at] = of_group = of_group._replace(reasons=reasons)
+                    found[-1] = of_group = of_group._replace(reasons=reasons)
                 self.blocks.prompt[of_group.ready] = self.blocks.last_prompt
                 self.order.asked(group, keys, of_group.states, of_group.ready, giver)
             if self.life.tiers is not None:
