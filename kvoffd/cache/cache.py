@@ -272,7 +272,7 @@ class Cache:
         for index, keys in groups:
             namespace.check(index, keys)
         if action is HintAction.PREFETCH:
-            return self._prefetches.add(namespace, groups)
+            return self._prefetches.add(namespace, groups, session)
         wish, count = self.order.wish(namespace, session, giver, priority, ttl_s), 0
         for index, keys in groups:
             group, different = namespace.groups[index], list(dict.fromkeys(namespace.split(index, keys)))

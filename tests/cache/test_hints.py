@@ -165,16 +165,23 @@ def test_what_one_turn_cannot_set_aside_is_evicted_as_if_it_had_no_hint(monkeypa
     assert len(rig.there(*range(16))) == 8
 
 
+class NeverAnswering:
+    """A store that is asked for keys, which are ``asked``, and has not answered."""
+
+    def __init__(self, asked: list[bytes]) -> None:
+        self._asked = asked
+
+    def find(self, lease: Any, groups: Any, states: list[bytes], asked_keys: None) -> list[bytes]:
+        self._asked.append(groups[0][1])
+        lease.coming = lease.asking = 1
+        return states
+
+    def lease_ended(self, lease: Any) -> None: ...
+
+
 def test_a_tick_asks_again_for_some_prefetches_and_for_all_in_turns() -> None:
     rig, asked = Hinted(), list[bytes]()
-
-    class Store:
-        def find(self, lease: Any, groups: Any, states: list[bytes], asked_keys: None) -> list[bytes]:
-            asked.append(groups[0][1])
-            lease.coming = lease.asking = 1
-            return states
-
-    rig.cache.life.tiers = Store()  # type: ignore[assignment]
+    rig.cache.life.tiers = NeverAnswering(asked)  # type: ignore[assignment]
     for number in range(3 * ASKED_AT_ONCE):
         rig.hint("prefetch", number)
     first = list(asked)
@@ -182,6 +189,18 @@ def test_a_tick_asks_again_for_some_prefetches_and_for_all_in_turns() -> None:
         rig.cache.tick()
         assert len(asked) == len(first) + tick * ASKED_AT_ONCE
     assert asked == first + first
+
+
+def test_prefetches_of_one_session_leave_others_their_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvoffd.cache.prefetches.MAX_PREFETCHES", 6)
+    rig, asked = Hinted(), list[bytes]()
+    rig.cache.life.tiers = NeverAnswering(asked)  # type: ignore[assignment]
+    for session, prefetches in ((1, 8), (2, 5), (3, 1), (1, 1)):
+        for number in range(prefetches):
+            rig.hint("prefetch", 100 * session + number, session=session)
+    waiting = [keys for ((_, keys),) in rig.cache._prefetches._groups.values()]
+    assert waiting == [keys_of(number) for number in (100, 101, 200, 201, 202, 300)], "the first of each"
+    assert len(asked) == 6 + 3 + 1
 
 
 def test_blocks_that_are_stored_after_the_hint_are_retained_too() -> None:
