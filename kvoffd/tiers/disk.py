@@ -331,7 +331,8 @@ class DiskTier(Tier):
         """Clear the records of evicted slots that no write has replaced: a later daemon would find the blocks, which
         may be invalid by then. Those of the slot size ``but`` stay."""
         for slot_bytes in [one for one in self._map.to_overwrite if one != but]:
-            self._clearing.clear_slots(self._map.to_overwrite.pop(slot_bytes))
+            slots = self._map.to_overwrite.pop(slot_bytes)
+            self._clearing.clear_slots(slots)
 
     def remove_all(self, fingerprint: bytes | None) -> int:
         self._clear_to_overwrite()
