@@ -390,19 +390,6 @@ def test_a_file_whose_writing_raises_whatever_is_written_later(
     assert (file.read(), file.problem) == (b"all of it", "")
 
 
-def test_a_file_system_that_hangs_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch, open_file: Open) -> None:
-    hangs, replace = threading.Event(), os.replace
-    monkeypatch.setattr(os, "replace", lambda *names: hangs.wait(30.0) and replace(*names))
-    file = open_file("file")
-    for content in (b"first", b"second", b"third"):
-        file.save(content)
-    assert not file.flush(0.01)
-    assert "takes long" in file.problem
-    hangs.set()
-    assert file.flush(30.0)
-    assert (file.read(), file.problem) == (b"third", "")
-
-
 def test_a_write_is_a_problem_once_it_hangs(monkeypatch: pytest.MonkeyPatch, open_file: Open) -> None:
     """Until then what the one before it found holds."""
     hangs, replace = threading.Event(), os.replace
@@ -417,6 +404,19 @@ def test_a_write_is_a_problem_once_it_hangs(monkeypatch: pytest.MonkeyPatch, ope
     hangs.set()
     assert file.flush(30.0)
     assert file.lasting_problem == ""
+
+
+def test_a_file_system_that_hangs_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch, open_file: Open) -> None:
+    hangs, replace = threading.Event(), os.replace
+    monkeypatch.setattr(os, "replace", lambda *names: hangs.wait(30.0) and replace(*names))
+    file = open_file("file")
+    for content in (b"first", b"second", b"third"):
+        file.save(content)
+    assert not file.flush(0.01)
+    assert "takes long" in file.problem
+    hangs.set()
+    assert file.flush(30.0)
+    assert (file.read(), file.problem) == (b"third", "")
 
 
 # --- what a policy learned -------------------------------------------------------------------------
