@@ -298,7 +298,8 @@ class BlockTable(Structure):
         offered = group.number, keys, count, group.key_bytes, rank, first_block
         if not self._native.blocks_begin_load(self.address, slots.address, *offered):
             raise NotReady(group.index, np.flatnonzero(self._bytes[:count] == 0).tolist())
-        return LoadedShards(*self._numbers[: 2 * count].reshape(2, count).copy(), self._offsets[:count].copy())
+        pinned, shards = self._numbers[: 2 * count].reshape(2, count).copy()
+        return LoadedShards(pinned, shards, self._offsets[:count].copy())
 
     def publish(
         self,

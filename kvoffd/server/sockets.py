@@ -1,8 +1,8 @@
 """``jobs.sock`` and ``events.sock``: a ROUTER and a PUB socket of libzmq on the event loop.
 
 libzmq moves the bytes in a thread of its own, without the GIL. The loop reads whole messages, one client at a time.
-Beyond ``QUEUED_MESSAGES`` unread messages a client's replies and publications are dropped. Its session keeps results
-until it acknowledges them, and it requests those that it lacks.
+Beyond ``QUEUED_MESSAGES`` unread replies, or ``QUEUED_PUBLICATIONS``, a client's further ones are dropped. Its session
+keeps results until it acknowledges them, and it requests those that it lacks.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ logger = logging.getLogger(__name__)
 
 QUEUED_MESSAGES = 1000
 """Limit of queued messages to or from one client. Not 0, which libzmq takes for no limit."""
+QUEUED_PUBLICATIONS = 256
+"""The same of publications to one subscriber, which has a queue too: one has the tokens of up to a thousand blocks."""
 MAX_SUBSCRIPTION_BYTES = 4096
 BACKLOG = 1024
 RETRY_S = 0.25
@@ -106,16 +108,16 @@ class Sockets:
             # Otherwise replies to clients that are gone are dropped without an error, and not counted.
             self._jobs.setsockopt(zmq.ROUTER_MANDATORY, 1)
             # A frame beyond twice the limit ends the connection without an error reply.
-            self._bind(self._jobs, paths.jobs, 2 * self._config.limits.max_frame_bytes)
-            self._bind(self._events, paths.events, MAX_SUBSCRIPTION_BYTES)
+            self._bind(self._jobs, paths.jobs, 2 * self._config.limits.max_frame_bytes, QUEUED_MESSAGES)
+            self._bind(self._events, paths.events, MAX_SUBSCRIPTION_BYTES, QUEUED_PUBLICATIONS)
         except zmq.ZMQError as error:
             raise OSError(error.errno, error.strerror) from error
         self._loop.add_reader(self._admission.FD, self._admit)
         self._loop.add_reader(self._jobs.FD, self._drain)
         self.wake()
 
-    def _bind(self, socket: zmq.Socket[bytes], path: Path, max_message_bytes: int) -> None:
-        socket.setsockopt(zmq.SNDHWM, QUEUED_MESSAGES)
+    def _bind(self, socket: zmq.Socket[bytes], path: Path, max_message_bytes: int, queued: int) -> None:
+        socket.setsockopt(zmq.SNDHWM, queued)
         socket.setsockopt(zmq.RCVHWM, QUEUED_MESSAGES)
         socket.setsockopt(zmq.BACKLOG, BACKLOG)
         socket.setsockopt(zmq.LINGER, 0)
