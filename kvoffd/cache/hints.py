@@ -231,7 +231,7 @@ class HintedOrder:
         most = max(1, min(MOST_TOGETHER, self._most_bytes // (LEAST_RETENTIONS * max(1, group.block_bytes))))
         while blocks.size:
             one = wish.filling
-            if one is None or not one.left or one.number not in self._retentions:
+            if one is None or not one.left or self._retentions.get(one.number) is not one:
                 self._last_number += 1
                 one = wish.filling = Retention(wish, self._last_number, most)
                 self._retentions[one.number] = one
