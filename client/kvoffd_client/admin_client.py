@@ -43,6 +43,8 @@ MAX_STATS_BYTES = 1 << 28
 MAX_ERROR_BYTES = 4096
 MIN_PREFIX_DIGITS = 4
 """Fewer hex digits of a fingerprint could name a namespace by mistake."""
+WHOLE_FINGERPRINT = re.compile(rf"[0-9a-fA-F]{{{2 * m.FINGERPRINT_BYTES}}}")
+"""All digits of a fingerprint. They name no label: a client may have chosen another namespace's fingerprint as one."""
 
 Fields = ParamSpec("Fields")
 ReplyT = TypeVar("ReplyT", bound=m.AnyReply)
@@ -50,9 +52,11 @@ ReplyT = TypeVar("ReplyT", bound=m.AnyReply)
 
 def matching_namespaces(namespaces: Iterable[a.NamespaceInfo], name: str) -> list[a.NamespaceInfo]:
     """Return those whose label is ``name`` or whose fingerprint begins with it."""
-    is_prefix = len(name) >= MIN_PREFIX_DIGITS
+    is_prefix, is_label = len(name) >= MIN_PREFIX_DIGITS, not WHOLE_FINGERPRINT.fullmatch(name)
     return [
-        one for one in namespaces if one.label == name or (is_prefix and one.namespace.hex().startswith(name.lower()))
+        one
+        for one in namespaces
+        if (is_label and one.label == name) or (is_prefix and one.namespace.hex().startswith(name.lower()))
     ]
 
 

@@ -51,28 +51,22 @@ from math import inf
 import numpy as np
 import numpy.typing as npt
 
-from kvoffd.cache.block_table import (
+from kvoffd.cache.block_table import NO_BLOCKS, BlockIds, BlockTable, EndedSlots, Offsets, select_keys
+from kvoffd.cache.hints import HintedOrder
+from kvoffd.cache.hooks import NO_TOKENS, BlockTokens, CacheListener, TierHooks
+from kvoffd.cache.namespace import Group, MissReason
+from kvoffd.cache.policy import Policy
+from kvoffd.cache.states import (
     CORRUPT,
     DROPPED,
     FREE,
-    NO_BLOCKS,
     READY,
     SHARD_STATE,
     UNVERIFIED,
     UNWRITTEN,
     WRITING,
     WRITING_SHARD,
-    BlockIds,
-    BlockTable,
-    EndedSlots,
-    FoundKeys,
-    Offsets,
-    select_keys,
 )
-from kvoffd.cache.hints import HintedOrder
-from kvoffd.cache.hooks import NO_TOKENS, BlockTokens, CacheListener, TierHooks
-from kvoffd.cache.namespace import Group, MissReason
-from kvoffd.cache.policy import Policy
 from kvoffd.cache.tickets import PoolUsage
 from kvoffd.pool.allocator import SlotAllocator, SlotIds
 
@@ -330,7 +324,7 @@ class BlockLife:
         if not blocks.size:
             return
         packed_keys, ended = self.blocks.drop(group, blocks, reason or 0)
-        if group.retired and group.namespace.groups:
+        if group.retired and group.namespace.groups:  # a forgotten namespace has none
             self._record_reset(group.namespace.groups[group.index], packed_keys)
         if state == READY:
             self._report_removed(group, blocks, packed_keys)
@@ -382,7 +376,7 @@ class BlockLife:
     def reasons_of(self, group: Group, keys: bytes) -> bytes:
         """Return the ``MissReason`` of each key when it was last missing, if known; it may have been stored since."""
         self.record_unswept(group, keys)
-        return self._reasons_since_reset(group, keys, self.blocks.miss_reasons(group, keys))
+        return self.since_reset(group, keys, self.blocks.miss_reasons(group, keys))
 
     def record_unswept(self, group: Group, keys: bytes) -> None:
         """Record which of these keys a reset took from a group, as ``sweep`` does when it reaches their blocks."""
@@ -397,12 +391,8 @@ class BlockLife:
         taken = select_keys(keys, np.flatnonzero(unknown), group.key_bytes)
         self.blocks.record_misses(group, taken, MissReason.INVALIDATED)
 
-    def since_reset(self, group: Group, keys: bytes, found: FoundKeys) -> FoundKeys:
-        """Return a lookup's result with INVALIDATED for absent keys that only predecessors of the group know."""
-        return found._replace(reasons=self._reasons_since_reset(group, keys, found.reasons))
-
-    def _reasons_since_reset(self, group: Group, keys: bytes, reasons: bytes) -> bytes:
-        """Return the reasons of keys, with INVALIDATED for those that only predecessors of the group know."""
+    def since_reset(self, group: Group, keys: bytes, reasons: bytes) -> bytes:
+        """Return the reasons of keys, with INVALIDATED for absent ones that only predecessors of the group know."""
         if set(NO_REASON).isdisjoint(reasons):
             return reasons
         for predecessor in group.predecessors:

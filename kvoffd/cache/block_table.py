@@ -13,11 +13,13 @@ import weakref
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from enum import IntEnum
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
+from kvoffd.cache.namespace import Group
+from kvoffd.cache.states import CORRUPT, FREE, NO_BLOCK, NOT_FIRST, READY, UNVERIFIED
 from kvoffd.errors import NotReady
 from kvoffd.pool.allocator import SlotAllocator, SlotIds
 from kvoffd.pool.slot_table import BAD_RECORD, MAX_KEY_BYTES
@@ -36,9 +38,6 @@ from kvoffd.system.native import (
 )
 from kvoffd.system.structures import BLOCKS, SlotIndex, StateCounts
 from kvoffd_proto import messages
-
-if TYPE_CHECKING:
-    from kvoffd.cache.namespace import Group
 
 declare(
     blocks_open=(INT, VOID_P, CHAR_P),
@@ -72,19 +71,7 @@ BlockIds: TypeAlias = npt.NDArray[np.uint32]
 """Block numbers: the numbers of the blocks' first slots."""
 Offsets: TypeAlias = npt.NDArray[np.uint64]
 """Pool offsets of slots, in bytes."""
-NO_BLOCK = 2**32 - 1
 NO_BLOCKS: BlockIds = np.empty(0, np.uint32)
-FREE, WRITING, READY = int(messages.ABSENT), int(messages.WRITING), int(messages.READY)
-"""States of a block, as lookups report them: FREE means no block; a WRITING block lacks a shard."""
-DROPPED = 5
-"""State of a block that left the index while a pin or a running write still needs its slots."""
-WITH_SLOTS = WRITING, READY, DROPPED
-NOT_FIRST = 6
-"""State of a slot that is not the first of its block."""
-UNWRITTEN, WRITING_SHARD, WRITTEN = 0, 1, 2
-"""States of a shard: no store has begun it; a store is writing it; it is complete."""
-SHARD_STATE, UNVERIFIED, CORRUPT = 3, 4, 8
-"""Bits of ``shard``: its state; its bytes were not compared yet, or have no checksum yet; they are wrong."""
 MAX_SEEN = 4096
 """Blocks that one search for evictable blocks of a group examines: one to three milliseconds, depending on where they
 lie."""
@@ -162,7 +149,7 @@ class EndedSlots(NamedTuple):
 
     slots: SlotIds
     corrupt: int
-    """How many of them are CORRUPT."""
+    """Number of CORRUPT ones among them."""
 
 
 class BlockTable(Structure):

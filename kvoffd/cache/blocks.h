@@ -1,5 +1,5 @@
 /* State of the pool's blocks by slot, and the index that finds them by key: see blocks.c. This header has what
- * recover.c needs too. The record layout is that of pool/slot_table.py; the states are those of block_table.py.
+ * recover.c needs too. The record layout is that of pool/slot_table.py; the states are those of states.py.
  */
 #ifndef KVOFFD_BLOCKS_H
 #define KVOFFD_BLOCKS_H

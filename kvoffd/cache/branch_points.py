@@ -49,12 +49,12 @@ class Branch:
 
 
 class Branches(NamedTuple):
-    """What is known of a namespace's prompts."""
+    """Branch points of a namespace's prompts."""
 
     seen_tokens: int
     """Tokens of the blocks that were seen."""
     points: list[Branch]
-    """The branch points, the one that costs most first."""
+    """The one that costs most first."""
 
 
 @dataclass(slots=True, eq=False)

@@ -2,15 +2,17 @@
 
 | owner | has |
 |---|---|
-| ``life`` (block_life.py) | each block's state, and who hears of a change; the rules of access |
-| ``blocks`` (block_table.py) | the arrays of slots, the index, and the counts by state, in C |
-| ``namespaces`` (open_namespaces.py) | open namespaces, their numbers and groups |
-| ``leases`` (leases.py) | what is pinned for whom, and the limits |
 | ``stores`` (stores.py) | running stores, and fills from tiers |
 | ``space`` (space.py) | where slots for new blocks come from; ``Victims`` (victims.py) chooses what goes |
-| ``order`` (hints.py), ``Policy`` (policy.py) | which block is evicted next |
+| ``leases`` (leases.py) | what is pinned for whom, and the limits |
 | ``prompts`` (prompts.py) | what prompts asked for: counters, reports to policy, curve and tiers |
+| ``namespaces`` (open_namespaces.py) | open namespaces, their numbers and groups |
 | ``integrity`` (integrity.py) | checksums |
+| ``life`` (block_life.py) | each block's state, and who hears of a change; the rules of access |
+| ``order`` (hints.py), ``Policy`` (policy.py) | which block is evicted next |
+| ``blocks`` (block_table.py) | the arrays of slots, the index, and the counts by state, in C |
+
+An owner calls only those below it and, by hooks.py, the tiers and a listener.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ import numpy.ma  # otherwise the loop's first np.unique or np.isin imports it, i
 
 from kvoffd.cache.asked_keys import AskedKeys
 from kvoffd.cache.block_life import BlockLife
-from kvoffd.cache.block_table import FREE, READY, BlockTable, FoundKeys
+from kvoffd.cache.block_table import BlockTable, FoundKeys
 from kvoffd.cache.hooks import CacheListener, TierHooks
 from kvoffd.cache.integrity import Integrity
 from kvoffd.cache.leases import Leases
@@ -34,6 +36,7 @@ from kvoffd.cache.policy import Policy
 from kvoffd.cache.prefetches import NO_SESSION, Prefetches
 from kvoffd.cache.prompts import Prompts
 from kvoffd.cache.space import Space
+from kvoffd.cache.states import FREE, READY
 from kvoffd.cache.stores import BlockStores
 from kvoffd.cache.tickets import Lease, LoadTicket
 from kvoffd.errors import UnknownLease
@@ -41,7 +44,7 @@ from kvoffd.pool.allocator import SlotAllocator
 from kvoffd.pool.slot_table import SlotTable
 from kvoffd_proto.messages import HintAction, KeyState
 
-SWEPT_AT_ONCE = 1024
+SWEPT_AT_ONCE = 512
 """Slots of reset namespaces that one step returns."""
 DROPPED_AT_ONCE = 512
 """Blocks, partial for too long, that one step drops."""
@@ -59,7 +62,7 @@ class LookupResult(NamedTuple):
 
 
 class BlockFacts(NamedTuple):
-    """What operators see of a block."""
+    """A block as operators see it."""
 
     state: KeyState
     """State in the pool."""
@@ -74,7 +77,7 @@ class BlocksPage(NamedTuple):
 
     keys: bytes
     next_position: int
-    """Where the next page begins; 0 at the end."""
+    """Position at which the next page begins; 0 at the end."""
 
 
 class Cache:
@@ -167,15 +170,15 @@ class Cache:
         pinned_before = self.blocks.pinned_bytes
         asked = None if again else [AskedKeys(namespace, reported=reported) for _ in groups]
         found = list[FoundKeys]()
+        self.blocks.last_prompt += 1
         try:
-            for index, keys in groups:  # of a new lease the same call of C leases the READY blocks
-                found.append(self.blocks.lookup(namespace.groups[index], keys, lease=is_new))
-            self.blocks.last_prompt += 1
-            for at, (index, keys) in enumerate(groups):
+            for index, keys in groups:
                 group = namespace.groups[index]
+                of_group = self.blocks.lookup(group, keys, lease=is_new)  # a new lease pins them by the same call of C
+                found.append(of_group)
                 if group.predecessors:
-                    found[at] = self.life.since_reset(group, keys, found[at])
-                of_group = found[at]
+                    reasons = self.life.since_reset(group, keys, of_group.reasons)
+                    found[-1] = of_group = of_group._replace(reasons=reasons)
                 self.blocks.prompt[of_group.ready] = self.blocks.last_prompt
                 self.order.asked(group, keys, of_group.states, of_group.ready, giver)
             if self.life.tiers is not None:
@@ -208,12 +211,21 @@ class Cache:
     # --- loads ----------------------------------------------------------------------------------
 
     def begin_load(
-        self, namespace: Namespace, rank: int, lease_id: int, group_index: int, keys: bytes, first_block: int = 0
+        self,
+        namespace: Namespace,
+        rank: int,
+        lease_id: int,
+        group_index: int,
+        keys: bytes,
+        first_block: int = 0,
+        *,
+        tokens: int = 0,
     ) -> LoadTicket:
         """Pin READY blocks and return a rank's slots of them. The first key is read from ``first_block`` on.
 
-        The load counts for the lease. Its blocks need not be the lease's: a key may have been stored again since. End
-        the ticket exactly once, after the last byte of its copy has moved. Rank, group and keys must be valid.
+        The load counts for the lease, with the ``tokens`` of its group. Its blocks need not be the lease's: a key may
+        have been stored again since. End the ticket exactly once, after the last byte of its copy has moved. Rank,
+        group and keys must be valid.
 
         Raises UnknownLease, and NotReady with the indices of keys that are not READY, are corrupt, or whose written
         range begins later.
@@ -223,7 +235,7 @@ class Cache:
             raise UnknownLease(f"The lease {lease_id} is unknown, ended or of another namespace; look up again.")
         group, size = namespace.groups[group_index], namespace.key_bytes
         pinned = self.blocks.begin_load(self.slots, group, keys, rank, first_block)
-        return LoadTicket(rank, lease, group, keys[:size], *pinned)
+        return LoadTicket(rank, lease, group, keys[:size], *pinned, tokens)
 
     def end_load(self, tickets: Sequence[LoadTicket], *, is_success: bool = False, ends_lease: bool = False) -> None:
         """End the tickets of one job. ``ends_lease``: end the lease too, once every rank's job has asked for it."""
@@ -260,7 +272,7 @@ class Cache:
         for index, keys in groups:
             namespace.check(index, keys)
         if action is HintAction.PREFETCH:
-            return self._prefetches.add(namespace, groups)
+            return self._prefetches.add(namespace, groups, session)
         wish, count = self.order.wish(namespace, session, giver, priority, ttl_s), 0
         for index, keys in groups:
             group, different = namespace.groups[index], list(dict.fromkeys(namespace.split(index, keys)))
@@ -342,10 +354,10 @@ class Cache:
         return ended
 
     def background(self) -> bool:
-        """Set some retained blocks aside, and do one step of what is left: unpin blocks of ended leases, else end what
-        is overdue, else count prompts of closed sessions, else return slots of reset namespaces. Returns whether more
-        remains."""
-        more = self.order.set_aside_some()
+        """End some lapsed hints, set some retained blocks aside, and do one step of what is left: unpin blocks of ended
+        leases, else end what is overdue, else count prompts of closed sessions, else return slots of reset namespaces.
+        Returns whether more remains."""
+        more = self.order.background()
         if self.leases.has_to_unpin:
             self.leases.unpin_some()
         elif self._has_overdue:

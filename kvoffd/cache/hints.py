@@ -39,14 +39,12 @@ SET_ASIDE_AT_ONCE = 2048
 """Next blocks to be evicted that one step examines, and those that evictions may set aside between two steps."""
 SOON_DIVISOR = 64
 """A step examines no more blocks than 1/64 of the pool's slot numbers."""
-ENDED_AT_ONCE = 1024
+LAPSED_AT_ONCE, DISPLACED_AT_ONCE = 128, 1024
 """Lapsed retentions that one step ends, and others that one hint displaces."""
 MAX_ENDED = 1024
 """Extra entries of ``_deadlines``, over two per live retention, before it is rebuilt."""
-RELEASED = 1
-"""Number of all released blocks, instead of a retention's."""
 MAX_NUMBER = 2**32 - 1
-"""Largest number of a retention. After it all are numbered again."""
+"""Largest number of a retention, and of a part of the released blocks. After it all are numbered again."""
 NUMBERED_AT_ONCE = 1 << 20
 """Slots of one part of that."""
 ANY = 0
@@ -108,7 +106,7 @@ class HintedOrder:
     | is retained, and not next to be evicted     | the policy's order               | its retention       |
     | is retained, and would have been evicted    | ``aside`` of its retention       | its retention       |
     | was set aside, and its retention has ended  | the same, of one in ``_ended``   | its retention       |
-    | is released                                 | ``_released``                    | RELEASED            |
+    | is released                                 | its part of ``_released``        | its part            |
 
     Methods with a name of ``Policy``'s do the same.
 
@@ -127,7 +125,8 @@ class HintedOrder:
         self._policy, self._blocks, self._quotas = policy, blocks, quotas
         self._clock, self._most_bytes = clock, int(RETAINED_SHARE * pool_bytes)
         self._hint_of = np.zeros(len(blocks.state), np.uint32)
-        """[slots] number of the block's retention, or RELEASED; 0, or the number of one that was ended, for none."""
+        """[slots] number of the block's retention, or of its part of ``_released``; 0, or the number of one that has
+        ended, for none."""
         self._retentions: dict[int, Retention] = {}
         """Retentions by number that have blocks and have not ended."""
         self._ranked: dict[tuple[int, int], dict[int, Retention]] = {}
@@ -135,11 +134,12 @@ class HintedOrder:
         self._ended: dict[int, Retention] = {}
         """Retentions that have ended and have blocks aside."""
         self._deadlines: list[tuple[float, int]] = []
-        self._last_number = RELEASED
+        self._last_number = 0
         self._listed: npt.NDArray[np.uint32] | None = None
         """The keys of ``_retentions``; None if they have changed since they were asked for."""
-        self._released: dict[int, bool] = {}
-        """Released blocks, which have left the policy, in the order in which they are evicted; all values are True."""
+        self._released: dict[int, dict[int, bool]] = {}
+        """Released blocks, which have left the policy, in the order in which they are evicted; all values are True.
+        Each release makes a part, with a number: one large table would be copied as it grows, in milliseconds."""
         self._awaited = AwaitedKeys()
         self._askers = Askers(len(blocks.state))
         self.retained_bytes = 0
@@ -157,7 +157,7 @@ class HintedOrder:
         another giver released is in the policy's order again."""
         if self._released:
             others = ready[~self._askers.are_alone(ready, giver)]
-            if (released := others[self._hint_of[others] == RELEASED]).size:
+            if (released := others[self._have(self._released, others)]).size:
                 self._insert(group, released[self._unmark(group, released)][::-1])
         self._askers.asked(group, keys, states, ready, giver)
 
@@ -166,7 +166,7 @@ class HintedOrder:
         again."""
         self._askers.share(blocks)
         if self._released:
-            for group, members in self._blocks.by_group(blocks[self._hint_of[blocks] == RELEASED]):
+            for group, members in self._blocks.by_group(blocks[self._have(self._released, blocks)]):
                 self._insert(group, members[self._unmark(group, members)])
 
     def wish(self, namespace: Namespace, session: int, giver: int, priority: int, ttl_s: float) -> Wish:
@@ -199,8 +199,11 @@ class HintedOrder:
         self._insert(group, ended[self._unmark(group, ended)])
         if (inner := released[~self._unmark(group, released)]).size:
             self._policy.remove(group, inner, self._blocks.keys(inner, group.key_bytes))
-        self._hint_of[released] = RELEASED
-        self._released.update(dict.fromkeys(released.tolist(), True))
+        if released.size:
+            self._have_numbers(1)
+            self._last_number += 1
+            self._hint_of[released] = self._last_number
+            self._released[self._last_number] = dict.fromkeys(released.tolist(), True)
         group.namespace.counters.released_blocks += len(released)
 
     def _retain(self, wish: Wish, group: Group, blocks: BlockIds) -> None:
@@ -208,8 +211,7 @@ class HintedOrder:
         self.end_lapsed()
         if wish.deadline <= self._clock():
             return
-        if self._last_number + len(blocks) > MAX_NUMBER:  # each new retention takes a block at least
-            self._number_again()
+        self._have_numbers(len(blocks))  # each new retention takes a block at least
         are_retained, counters = self.are_retained(blocks), group.namespace.counters
         retained, wanted = blocks[are_retained], blocks[~are_retained]
         wishes: dict[Wish, Wish] = {}
@@ -246,26 +248,27 @@ class HintedOrder:
         if len(self._deadlines) > 2 * len(self._retentions) + MAX_ENDED:
             self._deadlines = sorted((one.wish.deadline, number) for number, one in self._retentions.items())
 
-    def _number_again(self) -> None:
-        """Give all retentions the lowest numbers, in the same order, and blocks with a number of none of them 0.
-
-        It looks at all slots, once in 4 billion retentions.
-        """
-        ones = sorted([*self._retentions.values(), *self._ended.values()], key=lambda one: one.number)
-        numbers = np.array([one.number for one in ones], np.uint32)
+    def _have_numbers(self, count: int) -> None:
+        """Have so many numbers left. If they are not, all retentions and parts of ``_released`` get the lowest ones, in
+        the same order, and blocks with a number of none of them 0: a look at all slots, once in 4 billion numbers."""
+        if self._last_number + count <= MAX_NUMBER:
+            return
+        live = sorted([*self._retentions, *self._ended, *self._released])
+        numbers, new = np.array(live, np.uint32), {old: number for number, old in enumerate(live, 1)}
         for first in range(0, len(self._hint_of), NUMBERED_AT_ONCE):
             hints = self._hint_of[first : first + NUMBERED_AT_ONCE]
-            hinted = np.flatnonzero(hints > RELEASED)
+            hinted = np.flatnonzero(hints)
             at, are_live = np.searchsorted(numbers, hints[hinted]), np.isin(hints[hinted], numbers)
-            hints[hinted] = np.where(are_live, at + RELEASED + 1, 0)
-        for number, one in enumerate(ones, RELEASED + 1):
-            one.number = number
+            hints[hinted] = np.where(are_live, at + 1, 0)
+        for one in (*self._retentions.values(), *self._ended.values()):
+            one.number = new[one.number]
         for known in (self._retentions, self._ended, *self._ranked.values()):
             every = list(known.values())
             known.clear()
             known.update((one.number, one) for one in every)
+        self._released = {new[old]: part for old, part in self._released.items()}
         self._deadlines = sorted((one.wish.deadline, number) for number, one in self._retentions.items())
-        self._last_number, self._listed = RELEASED + len(ones), None
+        self._last_number, self._listed = len(live), None
 
     def _fitting(
         self, wish: Wish, blocks: BlockIds, block_bytes: int, most_bytes: int, within: Namespace | HintedOrder
@@ -285,7 +288,7 @@ class HintedOrder:
         these in any case.
         """
         share = self._most_bytes // len({*self._retained_bytes_of, wish.session})
-        left, may_take = ENDED_AT_ONCE, share - self._retained_bytes_of.get(wish.session, 0) - free
+        left, may_take = DISPLACED_AT_ONCE, share - self._retained_bytes_of.get(wish.session, 0) - free
         for priority, session in sorted(self._ranked):
             own, lower = session == wish.session, priority < wish.priority
             if own and not lower:
@@ -317,32 +320,36 @@ class HintedOrder:
         if not self._ranked[rank]:
             del self._ranked[rank]
 
-    def end_lapsed(self) -> None:
-        """End retentions whose time is over."""
+    def end_lapsed(self) -> bool:
+        """End some retentions whose time is over. Returns whether more may be."""
         now = self._clock()
-        for _ in range(ENDED_AT_ONCE):
+        for _ in range(LAPSED_AT_ONCE):
             if not self._deadlines or self._deadlines[0][0] > now:
-                return
+                return False
             _, number = heapq.heappop(self._deadlines)
             if (one := self._retentions.get(number)) is not None:
                 self._end(one)
+        return True
 
     def tick(self) -> None:
         """End retentions whose time is over, and forget keys whose blocks did not come."""
         self.end_lapsed()
         self._awaited.expire(self._clock())
 
-    def set_aside_some(self) -> bool:
-        """Set aside some of what is evicted soon, so that no eviction has to set aside much. Returns whether more may
-        remain."""
+    def background(self) -> bool:
+        """End some retentions whose time is over, and set aside some of what is evicted soon, so that no eviction has
+        to do much of either. Returns whether more may remain."""
         self._set_aside_left = SET_ASIDE_AT_ONCE
-        if not (self._retained_may_be_next and self._retentions):
+        if not self._retentions:
             return False
+        more = self.end_lapsed()
+        if not self._retained_may_be_next:
+            return more
         soon = self._policy.first(min(SET_ASIDE_AT_ONCE, len(self._hint_of) // SOON_DIVISOR))
         retained = self.are_retained(soon)
         self._set_aside(soon[retained])
         self._retained_may_be_next = bool(retained.any())
-        return self._retained_may_be_next
+        return more or self._retained_may_be_next
 
     def _count(self, one: Retention, nbytes: int) -> None:
         wish = one.wish
@@ -366,13 +373,17 @@ class HintedOrder:
 
     def are_retained(self, blocks: BlockIds) -> npt.NDArray[np.bool_]:
         """Return which blocks a hint retains."""
-        retained = np.zeros(len(blocks), np.bool_)
-        if not self._retentions:  # then most pages of the table were never read, and each would be a fault
-            return retained
+        return self._have(self._retentions, blocks)
+
+    def _have(self, hints: Mapping[int, object], blocks: BlockIds) -> npt.NDArray[np.bool_]:
+        """Return whether each block's number is among those of ``hints``."""
+        found = np.zeros(len(blocks), np.bool_)
+        if not hints:  # then most pages of the table were never read, and each would be a fault
+            return found
         numbers = self._hint_of[blocks]
         hinted = np.flatnonzero(numbers)
-        retained[hinted] = [number in self._retentions for number in numbers[hinted].tolist()]
-        return retained
+        found[hinted] = [number in hints for number in numbers[hinted].tolist()]
+        return found
 
     def _unmark(self, group: Group, blocks: BlockIds) -> npt.NDArray[np.bool_]:
         """Remove the hints of blocks. Returns which of the blocks are not in the policy: they were set aside or
@@ -382,8 +393,10 @@ class HintedOrder:
         for number, at in _by_number(numbers[hinted]):
             at = hinted[at]
             members = blocks[at].tolist()
-            if number == RELEASED:  # a lookup may name a key twice: its block is in ``_released`` once
-                outside[at] = [self._released.pop(block, False) for block in members]
+            if (part := self._released.get(number)) is not None:  # a lookup may name a key, and so a block, twice
+                outside[at] = [part.pop(block, False) for block in members]
+                if not part:
+                    del self._released[number]
                 continue
             one = self._retentions.get(number) or self._ended.get(number)
             if one is not None:
@@ -459,7 +472,7 @@ class HintedOrder:
         """Return whether the policy does not have a READY block: it was set aside or released."""
         number = int(self._hint_of[block])
         one = self._retentions.get(number) or self._ended.get(number)
-        return number == RELEASED or (one is not None and block in one.aside)
+        return number in self._released or (one is not None and block in one.aside)
 
     def make_newest(self, blocks: BlockIds) -> None:
         """Move blocks to the end of the policy's order. Retained ones keep their hints."""
@@ -499,7 +512,7 @@ class HintedOrder:
 
     def _first(self, count: int, below: float) -> BlockIds:
         ended = (one.aside for one in self._ended.values())
-        early = _first_of(chained(self._released, chained.from_iterable(ended)), count)
+        early = _first_of(chained.from_iterable(chained(self._released.values(), ended)), count)
         order, left = [early], count - len(early)
         while left:
             found = self._policy.first(left, below)
@@ -530,8 +543,8 @@ class HintedOrder:
 
     def _set_aside(self, blocks: BlockIds) -> None:
         """Take retained blocks out of the policy, which would evict them next."""
-        for block, number in zip(blocks.tolist(), self._hint_of[blocks].tolist(), strict=True):
-            self._retentions[number].aside[block] = True
+        for number, at in _by_number(self._hint_of[blocks]):
+            self._retentions[number].aside.update(dict.fromkeys(blocks[at].tolist(), True))
         for group, members in self._blocks.by_group(blocks):
             self._policy.remove(group, members, self._blocks.keys(members, group.key_bytes))
 
@@ -541,8 +554,10 @@ def _by_number(numbers: npt.NDArray[np.uint32]) -> Iterator[tuple[int, npt.NDArr
     if not numbers.size:
         return
     order = np.argsort(numbers, kind="stable")
-    for at in np.split(order, np.flatnonzero(np.diff(numbers[order])) + 1):
-        yield int(numbers[at[0]]), at
+    ordered = numbers[order]
+    begins = [0, *(np.flatnonzero(np.diff(ordered)) + 1).tolist()]
+    for number, begin, end in zip(ordered[begins].tolist(), begins, [*begins[1:], len(order)], strict=True):
+        yield number, order[begin:end]
 
 
 def _first_of(blocks: Iterable[int], count: int) -> BlockIds:

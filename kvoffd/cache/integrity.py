@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from kvoffd.cache.block_life import BlockLife
-from kvoffd.cache.block_table import CORRUPT, DROPPED, NO_BLOCKS, SHARD_STATE, UNVERIFIED, WRITTEN
+from kvoffd.cache.block_table import NO_BLOCKS
 from kvoffd.cache.namespace import MissReason
+from kvoffd.cache.states import CORRUPT, DROPPED, SHARD_STATE, UNVERIFIED, WRITTEN
 from kvoffd.cache.tickets import Check, LoadTicket
 from kvoffd.pool.allocator import SlotIds
 from kvoffd.pool.slot_table import SlotTable

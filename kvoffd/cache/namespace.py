@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from math import inf
 from struct import pack
-from typing import TYPE_CHECKING, Annotated, TypeAlias
+from typing import Annotated, TypeAlias
 
 import numpy as np
 from msgspec import Meta, Struct, msgpack
 
-from kvoffd.cache.block_table import NO_BLOCK, READY, WITH_SLOTS, WRITING
+from kvoffd.cache.states import NO_BLOCK, READY, WITH_SLOTS, WRITING
 from kvoffd.errors import BadGeometry, BadKeys, KvoffdError
 from kvoffd.pool.allocator import NO_NODE, PAGE_BYTES
 from kvoffd.system.structures import GROUP_BLOCKS, StateCounts
@@ -22,10 +22,6 @@ from kvoffd_proto import messages
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.events import kv_topic
 from kvoffd_proto.messages import GroupSpec
-
-if TYPE_CHECKING:
-    from kvoffd.cache.tickets import SessionLeases
-
 
 UNKNOWN_TOKENS = 512
 """Tokens for which a block counts if its group does not give them."""
@@ -195,8 +191,6 @@ class Namespace:
         """Pool bytes of its blocks that hints retain."""
         self.groups: list[Group] = []
         """Groups of its blocks since the last reset, by index; none before it is opened and once it is forgotten."""
-        self.leases: dict[int, SessionLeases] = {}
-        """Active leases on its blocks, by session."""
         self.nodes: dict[int, int | None] = {}
         """NUMA node of its slots, by rank."""
         self.shard_bytes: list[tuple[int, ...] | None] = [None] * world_size
@@ -279,19 +273,18 @@ class Namespace:
         """Return what the next daemon must know of it, a NamespaceRecord; the same object as before if nothing has
         changed."""
         fields = self.number, self.generation, tuple(self.shard_bytes), tuple(self.shards)
-        if fields != self._encoded_record[0]:
-            self._encoded_record = fields, msgpack.encode(self._record())
-        return self._encoded_record[1]
-
-    def _record(self) -> NamespaceRecord:
+        if fields == self._encoded_record[0]:
+            return self._encoded_record[1]
         shards = [
             None if one is None else tuple((count, tuple((nbytes,) for nbytes in pages)) for count, pages in one)
             for one in self.shards
         ]
-        return NamespaceRecord(
+        record = NamespaceRecord(
             *(self.number, self.fingerprint, self.label, self.world_size, self.key_bytes, self.specs),
             *(self.description, tuple(self.shard_bytes), tuple(shards), self.generation),
         )
+        self._encoded_record = fields, msgpack.encode(record)
+        return self._encoded_record[1]
 
     def describe_shards(self, rank: int, shards: Shards | None) -> bool:
         """Set the layers of a rank's shards unless they are known. Returns whether it did. No copy depends on them."""

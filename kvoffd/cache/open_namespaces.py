@@ -121,17 +121,15 @@ class OpenNamespaces(dict[bytes, Namespace]):
         """
         kept = [namespace for namespace in self.values() if any(namespace.shard_bytes)]
         count = len(kept)
-        while not self._save(kept):
+        while True:
+            encoded = [namespace.encoded_record() for namespace in kept]
+            records = cast(tuple[NamespaceRecord, ...], tuple(map(Raw, encoded)))  # which are not encoded again
+            if self._table.save_namespaces(NamespaceSnapshot(self._next_number, records), encoded):
+                break
             kept.remove(min(kept, key=lambda namespace: namespace.ready_blocks))
         if len(kept) < count and not self._warned_of_no_space:
             self._warned_of_no_space = True
             logger.warning("Too many namespaces (%d) to persist: %d are lost at a restart.", count, count - len(kept))
-
-    def _save(self, namespaces: Sequence[Namespace]) -> bool:
-        """Save these namespaces. Returns False if they do not fit."""
-        encoded = [namespace.encoded_record() for namespace in namespaces]
-        records = cast(tuple[NamespaceRecord, ...], tuple(map(Raw, encoded)))  # which are not encoded again
-        return self._table.save_namespaces(NamespaceSnapshot(self._next_number, records), encoded)
 
     def _make_groups(self, namespace: Namespace, number: int) -> None:
         """Give a namespace new groups, without sizes, and the number by which records name it."""

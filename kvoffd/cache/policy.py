@@ -150,19 +150,3 @@ class AdmitsAll(BufferedOrder):
 
     def restore(self, state: bytes) -> None:
         """Do nothing: this policy has no state."""
-
-
-def make_policy(name: str, pool_bytes: int, slots: int) -> Policy:
-    """Make a policy, one of ``kvoffd.cache.POLICY_NAMES``, for a pool with this many bytes and slot numbers. Raises
-    ValueError for an unknown name."""
-    from kvoffd.cache.arc import Arc
-    from kvoffd.cache.learned import Learned
-    from kvoffd.cache.lru import Lru
-
-    if name == "learned":
-        return Learned(pool_bytes)
-    if name == "lru":
-        return Lru(slots)
-    if name == "arc":
-        return Arc(pool_bytes, slots)
-    raise ValueError(f"There is no policy {name!r}.")

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from kvoffd.cache.block_life import BlockLife
-from kvoffd.cache.block_table import NO_BLOCKS, READY
+from kvoffd.cache.block_table import NO_BLOCKS
 from kvoffd.cache.hooks import TierHooks
 from kvoffd.cache.namespace import Namespace
+from kvoffd.cache.states import READY
 from kvoffd.cache.tickets import Lease
 
 MAX_PREFETCHES = 256
-"""Prefetches that may wait for tiers; further ones do nothing."""
+"""Prefetches that may wait for tiers. Of further ones those do nothing whose session has as many as any other."""
 ASKED_AT_ONCE = 4
 """Prefetches that a tick asks for again."""
 NO_LEASE = NO_SESSION = 0
@@ -26,19 +28,33 @@ class Prefetches:
     def __init__(self, life: BlockLife, clock: Callable[[], float], ttl_s: float) -> None:
         self._life, self._clock, self._ttl_s = life, clock, ttl_s
         self._groups: dict[Lease, Sequence[tuple[int, bytes]]] = {}
+        self._session_of: dict[Lease, int] = {}
+        """Session whose hint each one is."""
 
-    def add(self, namespace: Namespace, groups: Sequence[tuple[int, bytes]]) -> int:
+    def add(self, namespace: Namespace, groups: Sequence[tuple[int, bytes]], session: int) -> int:
         """Promote what tiers have of these keys. Returns how many are READY."""
         states = self._states_of(namespace, groups)
         ready = sum(of_group.count(READY) for of_group in states)
         tiers = self._life.tiers
-        if tiers is not None and ready < sum(map(len, states)) and len(self._groups) < MAX_PREFETCHES:
+        if tiers is not None and ready < sum(map(len, states)) and self._has_place(session):
             lease = Lease(NO_LEASE, NO_SESSION, namespace, self._clock() + self._ttl_s, NO_BLOCKS)
-            self._groups[lease] = groups
+            self._groups[lease], self._session_of[lease] = groups, session
             self._ask(tiers, lease, states)
             if ready and lease in self._groups:
                 self._make_ready_newest(namespace, groups)
         return ready
+
+    def _has_place(self, session: int) -> bool:
+        """Return whether one more of a session may wait. Where all places are taken, the session with the most of them
+        loses its last one, unless this one would have as many."""
+        if len(self._groups) < MAX_PREFETCHES:
+            return True
+        counts = Counter(self._session_of.values())
+        ((largest, most),) = counts.most_common(1)
+        if counts[session] + 1 >= most:
+            return False
+        self._end(next(lease for lease, its in reversed(self._session_of.items()) if its == largest))
+        return True
 
     def tick(self) -> None:
         """End prefetches whose blocks have come, and ask again for those of stores that have not answered, in turns."""
@@ -72,6 +88,6 @@ class Prefetches:
             self._end(lease)
 
     def _end(self, lease: Lease) -> None:
-        del self._groups[lease]
+        del self._groups[lease], self._session_of[lease]
         if self._life.tiers is not None:
             self._life.tiers.lease_ended(lease)

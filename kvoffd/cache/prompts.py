@@ -10,12 +10,13 @@ import numpy as np
 
 from kvoffd.cache.asked_keys import AskedKeys, PromptUse, UncountedPrompts, settle_prompt
 from kvoffd.cache.block_life import BlockLife
-from kvoffd.cache.block_table import READY, FoundKeys
+from kvoffd.cache.block_table import FoundKeys
 from kvoffd.cache.computing import Computing
 from kvoffd.cache.curve import HitRatioCurve
 from kvoffd.cache.namespace import Group, Namespace
 from kvoffd.cache.policy import Chain
 from kvoffd.cache.prompt_tokens import LoadedKeys, PromptTokens, UncountedLoads
+from kvoffd.cache.states import READY
 from kvoffd.cache.tickets import Lease, LoadTicket
 
 MAX_UNREPORTED = 8

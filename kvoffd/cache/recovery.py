@@ -14,8 +14,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvoffd.cache.block_table import CORRUPT, NOT_FIRST, BlockIds, BlockTable
+from kvoffd.cache.block_table import BlockIds, BlockTable
 from kvoffd.cache.namespace import Group
+from kvoffd.cache.states import CORRUPT, NOT_FIRST
 from kvoffd.pool.allocator import SlotAllocator, SlotIds
 from kvoffd.pool.slot_table import FREE_RECORD, RECORD_BYTES, SlotTable
 from kvoffd.system.native import NUMBER, VOID_P, declare, native

@@ -12,11 +12,12 @@ import numpy as np
 import numpy.typing as npt
 
 from kvoffd.cache.block_life import BlockLife
-from kvoffd.cache.block_table import FREE, NO_BLOCK, NO_BLOCKS, READY, WRITING, BlockIds, StoreVerdict, select_keys
+from kvoffd.cache.block_table import NO_BLOCKS, BlockIds, StoreVerdict, select_keys
 from kvoffd.cache.hooks import NO_TOKENS, BlockTokens
 from kvoffd.cache.namespace import Group, MissReason, Namespace
 from kvoffd.cache.policy import REJECTED, Policy
 from kvoffd.cache.space import Space
+from kvoffd.cache.states import FREE, NO_BLOCK, READY, WRITING
 from kvoffd.cache.tickets import FillTicket, StorePart, StoreTicket
 from kvoffd.cache.victims import ANY_PROMPT
 from kvoffd.errors import BadGeometry

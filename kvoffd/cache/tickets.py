@@ -82,7 +82,7 @@ class SessionLeases:
     nbytes: int = 0
     """Sum of the leases' ``nbytes``."""
 
-    def end(self) -> Iterable[Lease]:
+    def end(self) -> dict[Lease, None]:
         """End all of them. Returns which."""
         ended, self.leases = self.leases, {}
         self.keys = self.nbytes = 0
@@ -164,8 +164,8 @@ class LoadTicket:
     slots: SlotIds
     offsets: Offsets
     """Pool offsets of the slots."""
-    tokens: int = 0
-    """Tokens of its group that it loads. The job that begins the load sets this."""
+    tokens: int
+    """Tokens of its group that it loads."""
 
 
 class Check(NamedTuple):

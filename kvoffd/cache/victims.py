@@ -114,6 +114,8 @@ class Victims:
         skipped, a region goes only if all its blocks were.
         """
         most = BATCH
+        while most < min(count, MAX_CONSIDERED):  # fewer are hardly enough
+            most *= 4
         while True:
             order = self._order.first(most, below)
             pinned, last = self._blocks.pins[order] != 0, len(order) < most or most >= MAX_CONSIDERED

@@ -18,7 +18,7 @@ from functools import partial
 import uvloop
 
 from kvoffd.cache.cache import Cache
-from kvoffd.cache.policy import make_policy
+from kvoffd.cache.policies import make_policy
 from kvoffd.config import Config
 from kvoffd.errors import KvoffdError
 from kvoffd.observe.logging import log_what_python_prints

@@ -119,13 +119,12 @@ class HealthWatch:
                 f"All {most} sessions are taken: further engines are refused, and run without the cache. `kvoffd-cli "
                 "clients` lists them; close some, or raise max_sessions.",
             )
-        # libzmq aborts the process if it has no descriptor for a connection.
         open_files, most_files = open_descriptors(), descriptor_limits()[0]
         if open_files > DESCRIPTORS_SHARE * most_files:
             yield (
                 "descriptors",
                 f"{format_count(open_files)} of the {format_count(most_files)} files that the daemon may open are "
-                "open. At the limit it crashes and restarts. A client keeps many connections open, or registers memory "
+                "open. Near the limit clients are refused. A client keeps many connections open, or registers memory "
                 "in many pieces: `ss -xp` and `kvoffd-cli clients` show which. End it, or raise the limit "
                 "(LimitNOFILE= in the systemd unit, ulimit -n).",
             )

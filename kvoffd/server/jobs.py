@@ -337,17 +337,17 @@ class LoadJob(Job):
         size = registration.namespace.key_bytes
         for part, span in self.parts:
             keys, first = part.packed_keys[span.key * size : span.keys_end * size], span.first_block
+            block_ids = part.block_ids[span.block : span.blocks_end]
+            tokens_per_block = registration.namespace.specs[part.group].tokens_per_block
+            tokens = block_ids.size * tokens_per_block // part.layout.blocks_per_key
             try:
-                ticket = cache.begin_load(*owner, part.group, keys, first)
+                ticket = cache.begin_load(*owner, part.group, keys, first, tokens=tokens)
             except (NotReady, UnknownLease) as refusal:
                 missing = refusal.missing if isinstance(refusal, NotReady) else range(span.keys_end - span.key)
                 self.failed.append(GroupKeys(part.group, b"".join([part.keys[span.key + at] for at in missing])))
                 self.refusal = refusal.code
                 continue
             self.tickets.append(ticket)
-            block_ids = part.block_ids[span.block : span.blocks_end]
-            tokens_per_block = registration.namespace.specs[part.group].tokens_per_block
-            ticket.tokens = block_ids.size * tokens_per_block // part.layout.blocks_per_key
             if verify or first or cache.blocks.unverified_slots:
                 self.checks += cache.integrity.checks_of_load(ticket, verify, first)
             slots = ticket.offsets + np.uint64(pool.mapping.address)

@@ -9,9 +9,10 @@ from itertools import islice, takewhile
 import msgspec
 import numpy as np
 
-from kvoffd.cache.block_table import CORRUPT, READY, BlockIds
+from kvoffd.cache.block_table import BlockIds
 from kvoffd.cache.cache import Cache
 from kvoffd.cache.namespace import Group
+from kvoffd.cache.states import CORRUPT, READY
 from kvoffd.tiers.generations import Generations
 from kvoffd.tiers.peer_messages import (
     BUSY,

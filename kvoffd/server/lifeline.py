@@ -18,8 +18,9 @@ from kvoffd.errors import KvoffdError
 from kvoffd.server.service import Service
 from kvoffd.server.session import ClientProcess, Session
 from kvoffd.server.sessions import Ending, may_connect
-from kvoffd.server.sockets import BACKLOG, RETRY_S, Sockets
+from kvoffd.server.sockets import BACKLOG, FEW_DESCRIPTORS, RETRY_S, Sockets
 from kvoffd.system.directory import DaemonDirectory
+from kvoffd.system.limits import few_descriptors_left
 from kvoffd.system.mappings import PageFaulter, check_descriptor
 from kvoffd.system.rare_warnings import RareWarnings
 from kvoffd_proto import lifeline
@@ -210,6 +211,8 @@ class LifelineServer:
                     "or the gid to allowed_gids.",
                     ErrorCode.FORBIDDEN,
                 )
+            if few_descriptors_left():
+                raise KvoffdError(FEW_DESCRIPTORS, ErrorCode.TOO_MANY)
             session = connection.session = service.sessions.open(connection, process)
         except KvoffdError as error:
             service.request_counts.count_error(error.code)

@@ -22,6 +22,7 @@ from kvoffd_proto import admin as a
 from kvoffd_proto.build import with_commit
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.messages import (
+    END_OF_SESSION_IDS,
     PROTOCOL_VERSION,
     TOKEN_BYTES,
     Hello,
@@ -115,12 +116,19 @@ class SessionTable:
             raise KvoffdError.of(ErrorCode.SHUTTING_DOWN)
         if len(self.by_route) >= self._config.max_sessions + OPERATORS_SESSIONS:
             raise self._full()
-        self._last_id += 1
-        token = self._host.random(TOKEN_BYTES)
-        log = CompletionLog(self.epoch, self._last_id)
-        session = Session(self._last_id, token, process, lifeline, self._host.now(), log)
+        token, number = self._host.random(TOKEN_BYTES), self._next_id()
+        log = CompletionLog(self.epoch, number)
+        session = Session(number, token, process, lifeline, self._host.now(), log)
         self.by_route[session.route] = session
         return session
+
+    def _next_id(self) -> int:
+        """Return the next id that no open session has: after the largest one they begin at 1 again."""
+        used = {session.id for session in self}
+        while True:
+            self._last_id = (self._last_id + 1) % END_OF_SESSION_IDS
+            if self._last_id and self._last_id not in used:
+                return self._last_id
 
     @property
     def engine_sessions(self) -> int:

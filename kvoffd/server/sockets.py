@@ -26,6 +26,7 @@ from kvoffd.server.service import Service
 from kvoffd.server.session import ClientProcess
 from kvoffd.server.sessions import may_connect
 from kvoffd.system.directory import DaemonDirectory
+from kvoffd.system.limits import few_descriptors_left
 from kvoffd.system.rare_warnings import RareWarnings
 from kvoffd_proto.errors import ErrorCode
 
@@ -45,6 +46,10 @@ FRAMES_TIMED = 8
 """Frames dropped between two looks at the clock, since they may be large."""
 AFTER_REPLY_S = 0.002
 """Delay of the work that follows a reply."""
+FEW_DESCRIPTORS = (
+    "Connections are refused, as the daemon has few descriptors left. A client keeps many connections open: `ss -xp` "
+    "shows which. End it, or raise the limit (LimitNOFILE= in the systemd unit, ulimit -n)."
+)
 NOBODY = 2**32 - 1
 """Id of no user and no group."""
 # Plain numbers: pyzmq is slower with members of its enums.
@@ -259,7 +264,11 @@ class Sockets:
             _, request_id, _, address, *_ = self._admission.recv_multipart(_NOBLOCK)
             process = _process_at(address)
             allowed = process.pid == os.getpid() or may_connect(process, self._config)
-            if not allowed:
+            if allowed and few_descriptors_left():
+                allowed = False
+                self._service.request_counts.count_error(ErrorCode.TOO_MANY)
+                self._warnings.warn("%s", FEW_DESCRIPTORS)
+            elif not allowed:
                 self._service.request_counts.count_error(ErrorCode.FORBIDDEN)
                 self._warnings.warn(
                     "A connection was refused: user %d (group %d) may not use this kvoffd.", process.uid, process.gid

@@ -32,7 +32,7 @@ from kvoffd.server.request_counts import RequestCounts
 from kvoffd.server.session import Session
 from kvoffd.server.sessions import SessionTable
 from kvoffd.server.tier_supervisor import Disk, TierSupervisor
-from kvoffd.server.traffic import TrafficCounts, counts_of, figures
+from kvoffd.server.traffic import TrafficCounts
 from kvoffd.tiers.shared import SharedTier
 from kvoffd.tiers.tier import TierStats
 from kvoffd.transfer.cuda.gpus import Gpus
@@ -73,6 +73,7 @@ class Statistics:
 
     def __post_init__(self) -> None:
         self.started_at = self.clock()
+        self._settings = [s.SettingInfo(*one) for one in settings_in_force(self.config)]
 
     @answers(s.Stats)
     def stats(self, session: Session, message: s.Stats) -> s.StatsReply:
@@ -142,7 +143,7 @@ class Statistics:
             policy_bytes=cache.policy.nbytes,
             learned=cache.policy.describe(),
             log_level=logging.getLevelName(logging.getLogger().level).lower(),
-            settings=[s.SettingInfo(*one) for one in settings_in_force(self.config)],
+            settings=self._settings,
             paying_off=None,
             verdict="",
         )
@@ -172,7 +173,7 @@ class Statistics:
                 invalidated_blocks=one.counters.invalidated_blocks,
                 partial_blocks=one.counters.partial_blocks,
                 prefill_tokens_per_second=one.counters.prefill_tokens_per_second,
-                **figures(counts_of(one)),
+                **self.traffic.of_namespace(one),
             )
             for one, curve in zip(shown, self.curve.of_namespaces(shown), strict=True)
         ]

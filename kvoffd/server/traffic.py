@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Mapping
+from functools import cache
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvoffd.cache.cache import Cache
 from kvoffd.cache.namespace import Counters, MissReason, Namespace
@@ -21,10 +22,22 @@ _SPEED = "prefill_tokens_per_second"
 COUNTED = tuple(name for name in Counters.__slots__ if name not in (*_MAPS, _SPEED))
 """Counters that are numbers."""
 _GPU_SECONDS = "saved_gpu_seconds"
-_numbers_of = attrgetter(*COUNTED)
+_numbers_of, _maps_of = attrgetter(*COUNTED), attrgetter(*_MAPS)
 _MISSES_OF = {reason: f"{_MISSES} {reason.name.lower()}" for reason in MissReason}
+_FOUND = ("pool", "keys_ready"), ("disk", "found_disk"), ("shared", "found_shared")
+"""Sources of found keys, and the counters of the keys that each had."""
 _SAME_IN_TRAFFIC = tuple(sorted({*Window.__struct_fields__} & {*COUNTED}))
 """Counters that Traffic has under the same name."""
+
+
+class _Counted(NamedTuple):
+    """What a namespace had counted."""
+
+    source: tuple[object, ...]
+    """Its counters."""
+    counts: Mapping[str, float]
+    figures: dict[str, Any]
+    """Those of the counts, once ``of_namespace`` was called."""
 
 
 class TrafficCounts:
@@ -42,9 +55,9 @@ class TrafficCounts:
         self._no_space = CounterWindows(clock)
         """Blocks that were not stored for lack of space, by cause and namespace."""
         self._sampled_at = float("-inf")
-        self._total: Counter[str] = Counter()
-        self._counted: dict[Namespace, Mapping[str, float]] = {}
-        """The counts of each namespace that are in the totals."""
+        self._total = defaultdict[str, float](int)
+        self._counted: dict[Namespace, _Counted] = {}
+        """What of each namespace is in the totals."""
         self.gone_namespaces = 0
         """Number of forgotten namespaces that had counted something."""
 
@@ -60,7 +73,7 @@ class TrafficCounts:
     def namespace_forgotten(self, namespace: Namespace) -> None:
         """Keep a namespace's counts in the totals after it was forgotten."""
         self._add_new_counts(namespace)
-        if self._counted.pop(namespace, None):
+        if (counted := self._counted.pop(namespace, None)) is not None and counted.counts:
             self.gone_namespaces += 1
 
     def total(self) -> Mapping[str, float]:
@@ -73,9 +86,23 @@ class TrafficCounts:
         """Add a namespace's counts since the last call to the totals, which never fall."""
         if namespace.of_bench:
             return
-        counts, before = counts_of(namespace), self._counted.get(namespace, {})
-        self._total.update({name: count - before.get(name, 0) for name, count in counts.items()})
-        self._counted[namespace] = counts
+        counters, counted = namespace.counters, self._counted.get(namespace)
+        source = _numbers_of(counters), *(dict(counts) for counts in _maps_of(counters))
+        if counted is not None and counted.source == source:  # as of most of many namespaces
+            return
+        counts, before = counts_of(namespace), {} if counted is None else counted.counts
+        for name, count in counts.items():
+            self._total[name] += count - before.get(name, 0)
+        self._counted[namespace] = _Counted(source, counts, {})
+
+    def of_namespace(self, namespace: Namespace) -> dict[str, Any]:
+        """Return the fields of a Traffic for a namespace, as of the last ``total()``; of a bench's, which it does not
+        count, as of now."""
+        if (counted := self._counted.get(namespace)) is None:
+            return figures(counts_of(namespace))
+        if not counted.figures:
+            counted.figures.update(figures(counted.counts))
+        return counted.figures
 
     def date_back(self, name: str, count: int, age_s: float) -> None:
         """Have the windows count events, which a counter has just counted, at the time when they were."""
@@ -141,6 +168,13 @@ def counts_of(namespace: Namespace) -> dict[str, float]:
     return counts
 
 
+@cache
+def _place_of(name: str) -> tuple[str, str] | None:
+    """Return the map that has a count, and its entry there; None for a number."""
+    of_map, _, entry = name.partition(" ")
+    return (of_map, entry) if entry else None
+
+
 def figures(counts: Mapping[str, float]) -> dict[str, Any]:
     """Return the fields of a Traffic for counts such as those of ``counts_of``.
 
@@ -148,12 +182,10 @@ def figures(counts: Mapping[str, float]) -> dict[str, Any]:
     """
     maps: dict[str, dict[str, int]] = {name: {} for name in _MAPS}
     for name, count in counts.items():
-        if " " in name and count:
-            of_map, entry = name.split(" ")
-            maps[of_map][entry] = int(count)
+        if count and (place := _place_of(name)) is not None:
+            maps[place[0]][place[1]] = int(count)
     misses, causes = maps[_MISSES], maps[_NO_SPACE]
-    sources = {"pool": "keys_ready", "disk": "found_disk", "shared": "found_shared"}
-    found = {source: int(count) for source, name in sources.items() if (count := counts.get(name, 0))}
+    found = {source: int(count) for source, name in _FOUND if (count := counts.get(name, 0))}
     loaded = int(counts.get("loaded_keys", 0))
     not_needed = max(0, int(counts.get("covered_keys", 0)) - loaded)
     return {name: counts.get(name, 0) for name in _SAME_IN_TRAFFIC} | {

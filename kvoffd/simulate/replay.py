@@ -15,7 +15,7 @@ from kvoffd.cache.curve import HitRatioCurve
 from kvoffd.cache.hooks import CacheListener
 from kvoffd.cache.learned import Learned, LruFallback
 from kvoffd.cache.namespace import Namespace
-from kvoffd.cache.policy import make_policy
+from kvoffd.cache.policies import make_policy
 from kvoffd.cache.prompt_tokens import LoadedKeys
 from kvoffd.cache.tickets import StorePart
 from kvoffd.pool.allocator import SlotAllocator

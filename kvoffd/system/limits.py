@@ -21,6 +21,9 @@ logger = logging.getLogger(__name__)
 MIN_DESCRIPTORS = 1024
 """Descriptors that the daemon requires: libzmq aborts the process if it cannot accept a connection."""
 MAX_DESCRIPTORS = 65536
+USABLE_SHARE = 7 / 8
+"""Share of the limit of open files beyond which no further client may connect: libzmq aborts the process if it has no
+descriptor for a connection."""
 # cgroup v1 writes the largest page count, in bytes, for "no limit".
 _NO_LIMIT = 2**62
 RESERVED_FROM_BYTES = 1 << 30
@@ -216,6 +219,16 @@ def open_descriptors() -> int:
         return os.stat("/proc/self/fd").st_size or len(os.listdir("/proc/self/fd"))
     except OSError:
         return 0
+
+
+def few_descriptors_left() -> bool:
+    """Return whether most descriptors that the process may open are in use, by the lowest free number."""
+    try:
+        fd = os.eventfd(0, os.EFD_CLOEXEC)
+    except OSError:
+        return True
+    os.close(fd)
+    return fd >= USABLE_SHARE * descriptor_limits()[0]
 
 
 def check_loop_calls() -> None:

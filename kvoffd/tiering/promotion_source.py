@@ -17,7 +17,7 @@ from kvoffd.cache.namespace import MissReason
 from kvoffd.cache.tickets import FillTicket
 from kvoffd.system.calls import call_each
 from kvoffd.tiering import TieringSettings
-from kvoffd.tiering.promotions import Blocked, Fill, FillQueue, NotRead, Promotions
+from kvoffd.tiering.promotions import Blocked, Fill, FillQueue, NotRead, Promotions, SourceQueues
 from kvoffd.tiering.read_speed import ReadSpeed
 from kvoffd.tiers.header import Block
 from kvoffd.tiers.tier import ABSENT, ReadEnd, Result, Tier
@@ -70,13 +70,7 @@ class PromotionSource:
 
     Attributes:
         patience_s: time that a block may take to read from the beginning of its turn, and a queue may be blocked.
-        queues: those with queued or running fills, in the order in which they are promoted. ``Promotions`` keeps these
-            and the next three.
-        queued_blocks: number of fills that have not begun, in all queues.
-        queued_by: these by session.
-        reserved_bytes: pool bytes reserved for its queues: the queued and running blocks of those that are
-            ``is_reserved``. ``Leases.withheld_bytes`` is the sum of these and of ``SourceReads.given_up_bytes`` of all
-            sources.
+        queues: what is to be read, kept by ``Promotions``.
         read_again_at: time from which one read is tried even if it seems slower than computing.
         has_overdue: whether ``end_overdue`` left some of what is overdue.
         failures: fills that failed, those that were settled before included, by ``NotRead`` or ``Result``.
@@ -102,9 +96,7 @@ class PromotionSource:
         self._cache, self._clock, self._promotions = cache, clock, promotions
         most_bytes = min(cache.slots.pool_bytes // 8, MAX_FILLING_BYTES)
         self.reads = SourceReads(tier, cache.leases, clock, self.patience_s, most_bytes)
-        self.queues: dict[FillQueue, None] = {}
-        self.queued_blocks = self.reserved_bytes = 0
-        self.queued_by: Counter[int] = Counter()
+        self.queues = SourceQueues()
         self.read_again_at = 0.0
         self.has_overdue = False
         self.failures: Counter[str] = Counter()
@@ -124,7 +116,7 @@ class PromotionSource:
     @property
     def unended_blocks(self) -> int:
         """Number of queued and running fills, without reads that were given up."""
-        return self.queued_blocks + len(self.reads.under_way)
+        return self.queues.blocks + len(self.reads.under_way)
 
     # --- beginning reads -------------------------------------------------------------------------
 
@@ -134,7 +126,7 @@ class PromotionSource:
             return
         unreserved = 0  # queues
         too_large = inf  # the least bytes of a block for which the pool has no slots now
-        for queue in list(islice(self.queues, MAX_LOOKED_AT)):
+        for queue in list(islice(self.queues.in_order, MAX_LOOKED_AT)):
             if not queue.fills:
                 continue
             if not self._promotions.reserve(queue):
@@ -234,7 +226,7 @@ class PromotionSource:
         Return whether there are more. A queue that gets space now has its turn instead, however long it was blocked.
         """
         since = self._clock() - self.patience_s
-        for queue in list(self.queues):
+        for queue in list(self.queues.in_order):
             if queue.blocked is None:
                 continue
             # A new reservation unblocks the queue. One that it had before says nothing about slots.
@@ -284,7 +276,8 @@ class PromotionSource:
                 self.promoted_bytes += fill.queue.block_group.nbytes
                 for lease in fill.leases:
                     self._cache.leases.hold(lease, ticket.blocks)
-                self._origins.promoted(self, int(ticket.slots[0]))
+                self._origins.promoted(self, number := int(ticket.slots[0]))
+                self.writer.waiting.pop(number, None)  # a dropped block may have had the same number
                 for writer in self._writers:
                     if writer is not self.writer:  # its tiers may lack the block
                         writer.stored(ticket.blocks)

@@ -22,7 +22,7 @@ from kvoffd_proto.messages import PENDING, SHARED
 
 if TYPE_CHECKING:
     from kvoffd.tiering.promotion_source import PromotionSource
-    from kvoffd.tiering.tier_lookups import LookupPart
+    from kvoffd.tiering.tier_lookups import CurrentLookup, LookupPart
 
 
 class NotRead(StrEnum):
@@ -61,23 +61,13 @@ class Blocked(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class PromptQueues:
-    """What one lookup has come up, of all its groups and sources. Space is reserved for all of its queues or none: two
+    """Queues whose blocks one lookup waits for, of all its groups and sources. Space is reserved for all or none: two
     prompts with a part each would wait for one another."""
 
     lease: Lease
     """The lookup's lease."""
-    promotable_bytes: int = 0
-    """Pool bytes that may still be promoted for it: what leases may pin, less what it has. Negative if its READY keys
-    are more than that: anything else would evict its own beginning."""
-    may_wait: bool = True
-    """Whether its new fills may wait for space. A repeated lookup's may not: keys that got no space in their patience
-    do not wait again."""
-    new_bytes: int = 0
-    """Pool bytes of its new fills."""
-    worth_reading: set[PromotionSource] = field(default_factory=set)
-    """Sources that are read for one of its groups: one group without the others cannot be loaded."""
     queues: list[FillQueue] = field(default_factory=list)
-    """Those that have blocks left, reserved ones included."""
+    """Those of them that have blocks left, reserved ones included."""
 
 
 @dataclass(slots=True, eq=False)
@@ -105,6 +95,21 @@ class FillQueue:
     @property
     def queued_bytes(self) -> int:
         return len(self.fills) * self.group.block_bytes
+
+
+@dataclass(slots=True)
+class SourceQueues:
+    """The queues of one source."""
+
+    in_order: dict[FillQueue, None] = field(default_factory=dict)
+    """Those with queued or running fills, in the order in which they are promoted."""
+    blocks: int = 0
+    """Number of fills that have not begun."""
+    blocks_of: Counter[int] = field(default_factory=Counter)
+    """These by session."""
+    reserved_bytes: int = 0
+    """Pool bytes of the queued and running blocks of those that are ``is_reserved``. ``Leases.withheld_bytes`` is the
+    sum of these and of ``SourceReads.given_up_bytes`` of all sources."""
 
 
 @dataclass(slots=True, eq=False)
@@ -153,7 +158,12 @@ Asker = tuple[AskedKeys, int]
 class Promotions:
     """What all lookups have come up, from all sources: who waits for which block, in which queue, and with which space.
 
-    ``PromotionSource`` reads what is queued, and calls ``settle`` or ``fail`` at the end of each fill.
+    A ``Fill`` is a block, and a ``FillQueue`` the blocks of one group that one lookup has one source read. Each queue
+    is in two lists: in ``PromptQueues`` with those that get space together with it, and in ``SourceQueues`` with those
+    of its source, in the order of reading. A fill goes this way::
+
+        request -> PromotionSource.pump: reserve -> the read -> PromotionSource._on_end: settle or fail
+                -> lease_ended, if nobody waits for it any more
 
     Args:
         sources: the disks of this node, then shared stores in the order of asking.
@@ -171,26 +181,26 @@ class Promotions:
 
     # --- what lookups request --------------------------------------------------------------------
 
-    def request(self, prompt: PromptQueues, part: LookupPart, places: Sequence[int]) -> None:
+    def request(self, lookup: CurrentLookup, part: LookupPart, places: Sequence[int]) -> None:
         """Request keys that are in a tier or coming, up to the first that cannot be requested; set their states."""
         if not places:
             return
-        skipped, lease = self._skipped(prompt, part, places), prompt.lease
+        skipped, lease = self._skipped(lookup, part, places), lookup.lease
         queues: dict[PromotionSource, FillQueue] = {}
         """Those of the new fills."""
         for number, place in enumerate(places):
             key = part.keys[place]
             # Not ``part.fills``: a key may occur twice.
             if (fill := self.unsettled.get(part.block_group.tag, {}).get(key)) is None:
-                requested = self._new_fill(prompt, part, place, skipped, queues)
+                requested = self._new_fill(lookup, part, place, skipped, queues)
                 if isinstance(requested, MissReason):
                     part.mark(places[number:], requested)
                     return
                 fill = requested
             elif not fill.queue.is_reserved:
-                self._join(prompt, fill.queue)
+                self._join(lookup.prompt, fill.queue)
             if lease not in fill.leases:
-                prompt.promotable_bytes -= part.group.block_bytes
+                lookup.promotable_bytes -= part.group.block_bytes
                 lease.coming += 1
                 fill.leases[lease] = None
                 self.awaited.setdefault(lease, {})[fill] = part.keys[place - 1] if place else part.key_before
@@ -199,20 +209,20 @@ class Promotions:
                 fill.askers.append((part.asked, part.start + place))
             part.states[place] = SHARED if fill.queue.source.shared else PENDING
 
-    def _skipped(self, prompt: PromptQueues, part: LookupPart, places: Sequence[int]) -> set[PromotionSource]:
+    def _skipped(self, lookup: CurrentLookup, part: LookupPart, places: Sequence[int]) -> set[PromotionSource]:
         """Return the sources whose keys take longer to read than to compute, and count these keys.
 
         They are not read, unless for a hint.
         """
-        if prompt.lease.session == NO_SESSION:
+        if lookup.lease.session == NO_SESSION:
             return set()
         counts = Counter(part.there[place] for place in places if place in part.there)
         skipped = {
             source
             for source, count in counts.items()
-            if source not in prompt.worth_reading and self._is_slower(source, part.group, count)
+            if source not in lookup.worth_reading and self._is_slower(source, part.group, count)
         }
-        prompt.worth_reading |= counts.keys() - skipped
+        lookup.worth_reading |= counts.keys() - skipped
         for source in skipped:
             source.failures[NotRead.SLOWER.value] += counts[source]
         return skipped
@@ -237,7 +247,7 @@ class Promotions:
 
     def _new_fill(
         self,
-        prompt: PromptQueues,
+        lookup: CurrentLookup,
         part: LookupPart,
         place: int,
         skipped: set[PromotionSource],
@@ -247,32 +257,32 @@ class Promotions:
         source, block_bytes = part.there[place], part.group.block_bytes
         if source in skipped:
             return MissReason.SKIPPED
-        if prompt.promotable_bytes < block_bytes:
+        if lookup.promotable_bytes < block_bytes:
             return MissReason.LEASE_LIMIT
-        session = prompt.lease.session
-        if not prompt.may_wait and prompt.new_bytes + block_bytes > self._cache.leases.leasable_bytes:
+        session = lookup.lease.session
+        if not lookup.may_wait and lookup.new_bytes + block_bytes > self._cache.leases.leasable_bytes:
             # One may begin to wait: a store had not answered to the first lookup, or the key had space then.
             had_none = self._cache.life.reasons_of(part.group, part.keys[place])[0]
             if session == NO_SESSION or had_none in (MissReason.NO_SPACE, MissReason.QUOTA):
                 return MissReason.NO_SPACE
-            prompt.may_wait = True
+            lookup.may_wait = True
         if (queue := queues.get(source)) is None:
-            queue = queues[source] = FillQueue(session, prompt, part.group, part.block_group, source)
+            queue = queues[source] = FillQueue(session, lookup.prompt, part.group, part.block_group, source)
         if (fill := self.enqueue(queue, part.keys[place])) is None:
             return MissReason.TIER_LATE
-        prompt.new_bytes += block_bytes
+        lookup.new_bytes += block_bytes
         return fill
 
     def enqueue(self, queue: FillQueue, key: bytes) -> Fill | None:
         """Queue a block that the tier has; None if too many are queued. No session gets over three quarters of that."""
-        source = queue.source
-        if source.queued_blocks + source.queued_by[queue.session] // 3 >= MAX_QUEUED:
+        queues = queue.source.queues
+        if queues.blocks + queues.blocks_of[queue.session] // 3 >= MAX_QUEUED:
             return None
         fill = Fill(queue, key)
         self.unsettled.setdefault(queue.block_group.tag, {})[key] = fill
         if not queue.fills:
             queue.prompt.queues.append(queue)
-        source.queues[queue] = queue.fills[fill] = None
+        queues.in_order[queue] = queue.fills[fill] = None
         self.count(queue, queued=1)
         return fill
 
@@ -298,7 +308,7 @@ class Promotions:
         if not (its_queues and (speed := source.reads.speed.current)):
             return 0.0
         nbytes, left = 0, len(its_queues)
-        for queue in source.queues:  # all queues up to its last one are read first
+        for queue in source.queues.in_order:  # all queues up to its last one are read first
             if queue in its_queues:
                 left -= 1
             elif queue.blocked is not None:  # passed over
@@ -331,7 +341,7 @@ class Promotions:
             if self._fits(queue, together, leasable):
                 for one in together:
                     one.is_reserved, one.blocked = True, None
-                    self._count_reserved(one.source, one.queued_bytes)
+                    self._count_reserved(one.source.queues, one.queued_bytes)
                 return True
         self.block(queue, NotRead.NO_SPACE)
         return False
@@ -355,8 +365,8 @@ class Promotions:
             leasable += sum([_unfilled_after(one, patience_s + read_s) for one in others])
         return nbytes <= leasable
 
-    def _count_reserved(self, source: PromotionSource, nbytes: int) -> None:
-        source.reserved_bytes += nbytes
+    def _count_reserved(self, queues: SourceQueues, nbytes: int) -> None:
+        queues.reserved_bytes += nbytes
         self._cache.leases.withheld_bytes += nbytes
 
     def block(self, queue: FillQueue, reason: NotRead) -> None:
@@ -366,16 +376,16 @@ class Promotions:
     def count(self, queue: FillQueue, *, queued: int = 0, under_way: int = 0) -> None:
         """Add to the numbers of a queue's blocks that wait and that are under way, and to what follows from them. Drop
         a queue that has none left."""
-        source = queue.source
-        source.queued_blocks += queued
-        source.queued_by[queue.session] += queued
-        if not source.queued_by[queue.session]:
-            del source.queued_by[queue.session]
+        queues = queue.source.queues
+        queues.blocks += queued
+        queues.blocks_of[queue.session] += queued
+        if not queues.blocks_of[queue.session]:
+            del queues.blocks_of[queue.session]
         queue.under_way += under_way
         if queue.is_reserved:
-            self._count_reserved(source, (queued + under_way) * queue.group.block_bytes)
+            self._count_reserved(queues, (queued + under_way) * queue.group.block_bytes)
         if not (queue.fills or queue.under_way):
-            source.queues.pop(queue, None)
+            queues.in_order.pop(queue, None)
             if queue in queue.prompt.queues:
                 queue.prompt.queues.remove(queue)
 
@@ -462,6 +472,7 @@ class Promotions:
 
 def _unfilled_after(source: PromotionSource, seconds: float) -> int:
     """Return the bytes reserved for a source that are not filled after this time, if blocks come at all."""
-    if not (source.reserved_bytes and (speed := source.reads.speed.current)):
+    reserved_bytes = source.queues.reserved_bytes
+    if not (reserved_bytes and (speed := source.reads.speed.current)):
         return 0
-    return max(0, source.reserved_bytes - int(speed * seconds))
+    return max(0, reserved_bytes - int(speed * seconds))

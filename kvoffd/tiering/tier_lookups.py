@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import compress
 from math import inf
 
 import numpy as np
 
 from kvoffd.cache.asked_keys import AskedKeys
-from kvoffd.cache.block_table import FREE, READY, UNANSWERED_YET, WRITING
+from kvoffd.cache.block_table import UNANSWERED_YET
 from kvoffd.cache.cache import Cache
 from kvoffd.cache.namespace import MissReason
+from kvoffd.cache.states import FREE, READY, WRITING
 from kvoffd.cache.tickets import Lease
 from kvoffd.pool.allocator import PAGE_BYTES
 from kvoffd.tiering.block_group import block_group_of
@@ -39,7 +40,9 @@ READY_OR_COMING = bytes([READY, *COMING])
 
 
 @dataclass(slots=True)
-class _Lookup:
+class CurrentLookup:
+    """A lookup, until it is answered."""
+
     lease: Lease
     groups: Sequence[tuple[int, bytes]]
     """Groups of the request by index, each with its keys."""
@@ -49,9 +52,20 @@ class _Lookup:
     """Counts of their keys; None if they were counted before."""
     sources: Sequence[PromotionSource]
     """Sources that it can use now, in the order in which they are asked."""
+    promotable_bytes: int
+    """Pool bytes that may still be promoted for it: what leases may pin, less what it has. Negative if its READY keys
+    are more than that: anything else would evict its own beginning."""
+    may_wait: bool
+    """Whether its new fills may wait for space. A repeated lookup's may not: keys that got no space in their patience
+    do not wait again."""
     prompt: PromptQueues
+    """The queues of its new fills, and of those that it has joined."""
+    new_bytes: int = 0
+    """Pool bytes of its new fills."""
     asking_bytes: int = 0
     """Pool bytes of the keys that stores are being asked for."""
+    worth_reading: set[PromotionSource] = field(default_factory=set)
+    """Sources that are read for one of its groups: one group without the others cannot be loaded."""
 
 
 class LookupPart:
@@ -64,7 +78,7 @@ class LookupPart:
     """
 
     def __init__(
-        self, lookup: _Lookup, number: int, promotions: Promotions, *, start: int = 0, end: int | None = None
+        self, lookup: CurrentLookup, number: int, promotions: Promotions, *, start: int = 0, end: int | None = None
     ) -> None:
         (index, packed_keys), namespace = lookup.groups[number], lookup.lease.namespace
         self.group = namespace.groups[index]
@@ -214,14 +228,14 @@ class TierLookups:
             end = int(prefix_tokens) // spec.tokens_per_block if is_limited else None
             parts.append(LookupPart(lookup, number, self._promotions, end=end))
             self._find_window(lookup, parts[-1], spec, may_grow=may_grow)
+        lease.asking_bytes = min(lookup.asking_bytes, max(0, lookup.promotable_bytes))
+        if lease.coming:
+            answers_s = ANSWER_S if lease.asking else 0.0  # it was asked in this call: see ``Lease.ask_again``
+            lease.wait_s = max(answers_s, self._promotions.wait_s(lease))
         for part in parts:
             if part.asked is not None:
                 for name in part.found_by:
                     part.asked.tier_has_some(name)
-        lease.asking_bytes = min(lookup.asking_bytes, max(0, lookup.prompt.promotable_bytes))
-        if lease.coming:
-            answers_s = ANSWER_S if lease.asking else 0.0  # it was asked in this call: see ``Lease.ask_again``
-            lease.wait_s = max(answers_s, self._promotions.wait_s(lease))
         return list(map(bytes, lookup.answer))
 
     # --- one lookup ------------------------------------------------------------------------------
@@ -260,7 +274,7 @@ class TierLookups:
         states: Sequence[bytes],
         asked: Sequence[AskedKeys] | None,
         sources: Sequence[PromotionSource],
-    ) -> _Lookup:
+    ) -> CurrentLookup:
         """Return a lookup of these groups, with what may still be promoted for it."""
         leases, blocks_of = self._cache.leases, zip(groups, states, strict=True)
         ready_bytes = sum(one.count(READY) * lease.namespace.groups[index].block_bytes for (index, _), one in blocks_of)
@@ -269,10 +283,10 @@ class TierLookups:
         awaited = self._promotions.awaited.get(lease, ())
         held_bytes += sum(fill.queue.group.block_bytes for fill in awaited if not fill.is_settled)
         promotable_bytes = leases.most_bytes - sum(one.reads.given_up_bytes for one in self._sources) - held_bytes
-        prompt = PromptQueues(lease, promotable_bytes, may_wait=asked is not None)
-        return _Lookup(lease, groups, list(map(bytearray, states)), asked, sources, prompt)
+        answer, may_wait = list(map(bytearray, states)), asked is not None
+        return CurrentLookup(lease, groups, answer, asked, sources, promotable_bytes, may_wait, PromptQueues(lease))
 
-    def _find_prefix(self, lookup: _Lookup, part: LookupPart) -> bool:
+    def _find_prefix(self, lookup: CurrentLookup, part: LookupPart) -> bool:
         """Request the unbroken run from the first of these keys; return whether any of it is being asked for."""
         states, end = bytes(part.states), len(part.keys)
         if WRITING in states:  # an engine may never finish what it is writing
@@ -297,10 +311,10 @@ class TierLookups:
         if part.fills:
             has_fill = (place for place in range(end) if part.keys[place] in part.fills)
             places |= {place for place in has_fill if states[place] != READY}  # else it was stored while it was queued
-        self._promotions.request(lookup.prompt, part, sorted(place for place in places if place < end))
+        self._promotions.request(lookup, part, sorted(place for place in places if place < end))
         return bool(part.asking)
 
-    def _find_window(self, lookup: _Lookup, part: LookupPart, spec: GroupSpec, *, may_grow: bool) -> None:
+    def _find_window(self, lookup: CurrentLookup, part: LookupPart, spec: GroupSpec, *, may_grow: bool) -> None:
         """Request the last whole window of these keys once all answers are known.
 
         Stores are not asked if the disks have the whole window at the end. ``may_grow``: the prefix that ends with
@@ -320,10 +334,10 @@ class TierLookups:
             self._await_answers(lookup, part, prefix=False)
         elif not may_grow:
             self._promotions.request(
-                lookup.prompt, part, [place for place in window if part.states[place] not in READY_OR_COMING]
+                lookup, part, [place for place in window if part.states[place] not in READY_OR_COMING]
             )
 
-    def _await_answers(self, lookup: _Lookup, part: LookupPart, *, prefix: bool) -> None:
+    def _await_answers(self, lookup: CurrentLookup, part: LookupPart, *, prefix: bool) -> None:
         """Have the lookup wait for the answers about keys that a store is being asked for."""
         count = len(part.asking)
         lookup.lease.asking += count

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from kvoffd.cache.block_table import CORRUPT, READY, BlockIds
+from kvoffd.cache.block_table import BlockIds
 from kvoffd.cache.cache import Cache
 from kvoffd.cache.namespace import Group
+from kvoffd.cache.states import CORRUPT, READY
 from kvoffd.tiering import TieringSettings, WriteMode
 from kvoffd.tiering.block_group import block_group_of
 from kvoffd.tiering.selection import WATCHED, Selection
@@ -293,7 +294,7 @@ class Writer:
         self._pauses_above = None
         # Lookups that wait for blocks from its tiers have priority, too.
         own_sources = (source for source in self._sources if source.writer is self)
-        busy = self._engines_busy() or any(source.queued_blocks or source.reads.under_way for source in own_sources)
+        busy = self._engines_busy() or any(source.queues.blocks or source.reads.under_way for source in own_sources)
         begun: list[int] = []
         try:
             self._begin_waiting(begun, busy)

@@ -286,7 +286,7 @@ class DiskTier(Tier):
             self._clearing.drop(passed.victims)
             self._map.to_overwrite.setdefault(size, []).extend(passed.victims)
         if passed.is_round:  # evicted slots of other sizes would keep their regions from changing size
-            self._clear_to_overwrite(but=size)
+            self._clearing.clear_to_overwrite(but=size)
         return bool(passed.victims)
 
     def _write_ended(self, job: SlotJob, end: End) -> None:
@@ -318,7 +318,7 @@ class DiskTier(Tier):
     # --- removing --------------------------------------------------------------------------------
 
     def remove(self, group: BlockGroup, keys: Sequence[bytes], *, for_all_nodes: bool = False) -> None:
-        self._clear_to_overwrite()
+        self._clearing.clear_to_overwrite()
         # Of whatever geometry: after a restart no rank may have registered yet.
         known = self._map.readable_by_tag.get(group.tag)
         slots = [] if known is None else self._map.slots_of(known.group, list(dict.fromkeys(keys)))
@@ -327,14 +327,8 @@ class DiskTier(Tier):
             self._writing.pop((group.tag, key), None)  # the block is dropped at the end of the write
         self._clearing.clear_slots(slots)
 
-    def _clear_to_overwrite(self, but: int = 0) -> None:
-        """Clear the records in ``to_overwrite``: the blocks may be invalid once a later daemon finds them. Those of the
-        slot size ``but`` stay."""
-        for slot_bytes in [one for one in self._map.to_overwrite if one != but]:
-            self._clearing.clear_slots(self._map.to_overwrite.pop(slot_bytes))
-
     def remove_all(self, fingerprint: bytes | None) -> int:
-        self._clear_to_overwrite()
+        self._clearing.clear_to_overwrite()
         gone = [known for known in self._map.readable_by_tag.values() if fingerprint in (None, known.group.fingerprint)]
         tags = {known.group.tag for known in gone}
         for which in [which for which in self._writing if which[0] in tags]:
@@ -410,7 +404,6 @@ class DiskTier(Tier):
             return True
         self._reads.end(Result.CANCELLED)
         self._writes.end(End(Result.CANCELLED))
-        self._clear_to_overwrite()
         if not self._clearing.finish(until):
             return False
         ended = [one.close(until) for one in (self._reads, self._writes, self._clearing.threads)]

@@ -101,6 +101,12 @@ class Clearing:
             self.threads.put(write)
         return write
 
+    def clear_to_overwrite(self, but: int = 0) -> None:
+        """Clear the records in ``DiskMap.to_overwrite``: the blocks may be invalid once a later daemon finds them.
+        Those of the slot size ``but`` stay."""
+        for slot_bytes in [one for one in self._map.to_overwrite if one != but]:
+            self.clear_slots(self._map.to_overwrite.pop(slot_bytes))
+
     def free_in_steps(self, slots: Iterator[list[int]]) -> None:
         """Drop and clear batches of slots, each once the previous one is free."""
         self._freeing.append(slots)
@@ -130,6 +136,8 @@ class Clearing:
 
     def finish(self, until: float) -> bool:
         """Clear all that is pending; return False if some is left at ``until`` (of ``time.monotonic``)."""
+        if not self._closed:  # else the thread may have ended
+            self.clear_to_overwrite()
         self._closed = True
         while self._freeing and time.monotonic() < until:
             self._running = None  # the thread has all its writes: ``threads.close`` waits for them

@@ -12,7 +12,7 @@ from typing import Annotated, TypeVar
 import msgspec
 
 from kvoffd_proto.errors import ErrorCode
-from kvoffd_proto.messages import TOKEN_BYTES, Count, Wire, doc
+from kvoffd_proto.messages import END_OF_SESSION_IDS, TOKEN_BYTES, Count, Wire, doc
 
 LENGTH_BYTES = 4
 MAX_FRAME_BYTES = 4096
@@ -27,7 +27,7 @@ class Greeting(Wire, frozen=True, tag="greeting"):
 
     protocol_version: Annotated[int, doc("The daemon's protocol version.", ge=0)]
     epoch: Annotated[Count, doc("Random number of this run of the daemon, part of the topic of completions.")]
-    session_id: Annotated[int, doc("The session this lifeline belongs to.", ge=1, lt=2**31)]
+    session_id: Annotated[int, doc("The session this lifeline belongs to.", ge=1, lt=END_OF_SESSION_IDS)]
     token: Annotated[bytes, doc("Secret: after ``k``, the routing id.", min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)]
 
 

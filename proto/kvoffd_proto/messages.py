@@ -41,7 +41,8 @@ PerSecond = Annotated[float, doc(ge=0)]
 NO_REPLY = 0
 """Id of a request whose only possible reply is a refusal."""
 RequestId = Annotated[Count, doc("Chosen by the client, returned in the reply; with 0 only a refusal is sent.")]
-SessionId = Annotated[int, doc("Id of the session.", ge=1, lt=2**31)]
+END_OF_SESSION_IDS = 2**31
+SessionId = Annotated[int, doc("Id of the session.", ge=1, lt=END_OF_SESSION_IDS)]
 Keys = Annotated[bytes, doc("Block hashes, end to end, each of the namespace's ``key_bytes``.")]
 Fingerprint = Annotated[
     bytes, doc("The namespace's fingerprint, 32 bytes.", min_length=FINGERPRINT_BYTES, max_length=FINGERPRINT_BYTES)

@@ -420,6 +420,7 @@ def _with_namespaces(pool_bytes: int, count: int) -> Daemon:
         counters = daemon.cache.namespaces[name_of(number)].counters
         for name in COUNTED:
             setattr(counters, name, 1 + getattr(counters, name))
+        counters.partial_blocks = 0  # else the daemon warns of them
         counters.misses.update(MissReason)
         for session in (worker, scheduler):
             daemon.service.sessions.end(session, lambda: None)

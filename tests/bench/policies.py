@@ -20,7 +20,8 @@ from unittest.mock import patch
 import numpy as np
 
 from kvoffd.cache import POLICY_NAMES
-from kvoffd.cache.policy import Policy, make_policy
+from kvoffd.cache.policies import make_policy
+from kvoffd.cache.policy import Policy
 from kvoffd.simulate.optimum import optimum_percent, uses_of
 from kvoffd.simulate.replay import STEP_TOKENS, replay
 from kvoffd.simulate.trace import RequestTrace, read_trace

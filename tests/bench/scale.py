@@ -25,10 +25,10 @@ import numpy as np
 from numpy.random import PCG64  # before memory is measured: numpy imports it late
 
 from kvoffd.cache import DEFAULT_POLICY
-from kvoffd.cache.block_table import WITH_SLOTS
 from kvoffd.cache.cache import Cache
 from kvoffd.cache.namespace import Namespace
-from kvoffd.cache.policy import make_policy
+from kvoffd.cache.policies import make_policy
+from kvoffd.cache.states import WITH_SLOTS
 from kvoffd.cache.tickets import StorePart
 from kvoffd.memory_estimate import SLOT_BYTES
 from kvoffd.pool.allocator import PAGE_BYTES as PAGE

@@ -8,8 +8,9 @@ from array import array
 
 import numpy as np
 
-from kvoffd.cache.block_table import FOUND, FREE, KNOWN_MISSES, NO_BLOCK, READY, BlockTable
+from kvoffd.cache.block_table import FOUND, KNOWN_MISSES, BlockTable
 from kvoffd.cache.namespace import Group, MissReason, Namespace
+from kvoffd.cache.states import FREE, NO_BLOCK, READY
 from kvoffd.pool.allocator import SlotAllocator
 from kvoffd.pool.slot_table import RECORD
 from kvoffd_proto.messages import GroupSpec

@@ -14,12 +14,12 @@ import kvoffd.pool.slot_table
 from kvoffd.cache import POLICY_NAMES
 from kvoffd.cache.asked_keys import TAKEN_AT_ONCE
 from kvoffd.cache.block_life import ABANDONED_S
-from kvoffd.cache.block_table import DROPPED, FREE, READY
 from kvoffd.cache.leases import CLAIM_S
 from kvoffd.cache.namespace import MissReason, Namespace, NamespaceSnapshot
 from kvoffd.cache.open_namespaces import KNOWN_RESETS
 from kvoffd.cache.policy import Admission
 from kvoffd.cache.prompts import MAX_UNREPORTED
+from kvoffd.cache.states import DROPPED, FREE, READY
 from kvoffd.cache.tickets import StorePart, StoreTicket
 from kvoffd.errors import BadGeometry, NotReady, UnknownLease
 from kvoffd_proto.messages import GroupSpec, HintAction
@@ -901,7 +901,9 @@ def test_the_end_of_very_many_leases_takes_few_steps_at_once() -> None:
         hold(rig, namespace, keys_of(0), lease_id=number)
         hold(rig, other, keys_of(1), lease_id=1_000_000 + number)
     assert rig.cache.leases.of(SESSION) == (8000, 8000, 2 * rig.unit)
+    of_session = rig.cache.leases.by_session[SESSION][namespace].leases
     assert lines_of(lambda: rig.cache.reset(namespace)) < 1000
+    assert rig.cache.leases._to_unpin[0] is of_session, "no lease is copied: its memory would be read"
     assert rig.cache.leases.of(SESSION) == (4000, 4000, rig.unit)
     assert lines_of(lambda: rig.cache.end_session(SESSION)) < 1000
     assert rig.cache.leases.of(SESSION) == (0, 0, 0)

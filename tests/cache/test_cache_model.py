@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvoffd.cache.asked_keys import PromptUse
-from kvoffd.cache.block_table import CORRUPT, FREE, READY, SHARD_STATE, WRITING, WRITTEN, BlockIds
+from kvoffd.cache.block_table import BlockIds
 from kvoffd.cache.namespace import MissReason, Namespace, NamespaceSnapshot
+from kvoffd.cache.states import CORRUPT, FREE, READY, SHARD_STATE, WRITING, WRITTEN
 from kvoffd.cache.tickets import FillTicket, LoadTicket, StoreTicket
 from kvoffd.errors import BadKeys, NotReady, UnknownLease
 from tests.kit.amount import TIMES
@@ -379,7 +380,8 @@ class CacheMachine(RuleBasedStateMachine):
                 self.cache.begin_load(namespace, rank, lease_id, group, keys_of(*chain), first_block)
             assert caught.value.missing == unready or late
             return
-        ticket = self.cache.begin_load(namespace, rank, lease_id, group, keys_of(*chain), first_block)
+        of_group = group, keys_of(*chain), first_block
+        ticket = self.cache.begin_load(namespace, rank, lease_id, *of_group, tokens=16 * len(chain))
         models = [model for model in found if model is not None]
         for model in models:
             model.pins += 1
@@ -404,7 +406,6 @@ class CacheMachine(RuleBasedStateMachine):
                 self.end_leases([ticket.lease.lease_id])
 
     def count_load(self, ticket: LoadTicket, models: list[Model], lease: ModelLease) -> None:
-        ticket.tokens = 16 * len(models)
         before = self.tokens_loaded(lease)
         ranks = lease.part_ranks.setdefault(models[0].name[1:], set()) if models else set()
         if models and ticket.rank not in ranks:
@@ -623,7 +624,7 @@ class CacheMachine(RuleBasedStateMachine):
     def what_was_asked_for_was_found_or_counted_as_missed(self) -> None:
         for namespace in self.spaces:
             counters = namespace.counters
-            ended = [lease for lease in self.cache.leases._to_unpin if lease.namespace is namespace]
+            ended = [lease for some in self.cache.leases._to_unpin for lease in some if lease.namespace is namespace]
             ending = sum(len(lease.blocks) for lease in ended if lease.counts_at_end)
             assert (counters.covered_keys + ending, counters.misses.total()) == (
                 self.covered[namespace],

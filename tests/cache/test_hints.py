@@ -16,6 +16,7 @@ from kvoffd.cache.prefetches import ASKED_AT_ONCE
 from kvoffd.cache.tickets import StorePart
 from kvoffd_proto.messages import HintAction
 from tests.kit.amount import TIMES
+from tests.kit.lines import lines_of
 from tests.kit.slot_cache import CacheRig, check_invariants, keys_of
 
 BLOCKS = 64
@@ -24,10 +25,10 @@ POLICIES = "lru", "learned", "arc"
 
 
 class Hinted(CacheRig):
-    """A pool of 64 blocks with one namespace."""
+    """A pool of 64 blocks, or more, with one namespace."""
 
-    def __init__(self, policy: str = "lru") -> None:
-        super().__init__(BLOCKS, BLOCKS, policy)
+    def __init__(self, policy: str = "lru", blocks: int = BLOCKS) -> None:
+        super().__init__(blocks, BLOCKS, policy)
         self.namespace = self.open()
 
     def hint(
@@ -101,6 +102,56 @@ def test_what_is_next_to_go_is_set_aside_a_few_at_a_time_and_not_in_one_eviction
     assert rig.there(1, 2, 3, 4) == [1, 2, 3, 4]
 
 
+def test_blocks_of_one_retention_are_set_aside_together() -> None:
+    """A store in a full pool may have to set 2,048 aside, which took 2 ms of the loop one by one."""
+    rig = Hinted(blocks=1 << 16)
+    for number in range(0, 1 << 16, 1024):
+        rig.store(rig.namespace, keys_of(*range(number, number + 1024)))
+    assert rig.hint("retain", *range(1024)) == 1024
+    found = rig.cache.order._policy.first(1024)
+    assert lines_of(lambda: rig.cache.order._set_aside(found)) < 200
+    assert rig.aside == 1024
+
+
+def test_many_retentions_lapse_in_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next store ended up to 1,024 of them at once, in some 4 ms of the loop."""
+    monkeypatch.setattr("kvoffd.cache.hints.LAPSED_AT_ONCE", 3)
+    rig = Hinted()
+    rig.fill(0)
+    rig.hint("retain", *range(8), ttl_s=10)
+    rig.hint("retain", *range(8, 16), ttl_s=20)
+    rig.clock.now += 11
+    left = []
+    while rig.retained > 8:
+        left.append(rig.retained)
+        rig.cache.background()
+    assert left == [16, 13, 10]
+    check_invariants(rig.cache)
+    rig.clock.now += 10
+    for number in range(300, 300 + 2 * BLOCKS):
+        rig.put(number)
+    assert (rig.there(*range(16)), rig.retained) == ([], 0)
+
+
+def test_released_blocks_go_in_the_order_of_the_releases_each_of_which_has_a_table_of_its_own() -> None:
+    """A table of 100,000 blocks took 6 ms of the loop to grow."""
+    rig = Hinted()
+    rig.fill(0)
+    for number in (16, 4, 40):
+        rig.put(*range(number + 1000, number + 1004))
+    for number in (16, 4, 40):
+        rig.hint("release", *range(number + 1000, number + 1004))
+    assert [len(part) for part in rig.cache.order._released.values()] == [4, 4, 4]
+    rig.hint("release", 1005, 1041)
+    assert [len(part) for part in rig.cache.order._released.values()] == [4, 3, 3, 2]
+    expected = [[number + 1003 - at for at in range(4)] for number in (16, 4, 40)]
+    left = [key for part in expected for key in part if key not in (1005, 1041)] + [1041, 1005]
+    for number in range(len(left)):
+        assert set(rig.there(*left)) == {*left[number:]}
+        rig.put(2000 + number)
+    assert not rig.cache.order._released
+
+
 def test_what_one_turn_cannot_set_aside_is_evicted_as_if_it_had_no_hint(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvoffd.cache.hints.SET_ASIDE_AT_ONCE", 4)
     rig = Hinted()
@@ -114,16 +165,23 @@ def test_what_one_turn_cannot_set_aside_is_evicted_as_if_it_had_no_hint(monkeypa
     assert len(rig.there(*range(16))) == 8
 
 
+class NeverAnswering:
+    """A store that is asked for keys, which are ``asked``, and has not answered."""
+
+    def __init__(self, asked: list[bytes]) -> None:
+        self._asked = asked
+
+    def find(self, lease: Any, groups: Any, states: list[bytes], asked_keys: None) -> list[bytes]:
+        self._asked.append(groups[0][1])
+        lease.coming = lease.asking = 1
+        return states
+
+    def lease_ended(self, lease: Any) -> None: ...
+
+
 def test_a_tick_asks_again_for_some_prefetches_and_for_all_in_turns() -> None:
     rig, asked = Hinted(), list[bytes]()
-
-    class Store:
-        def find(self, lease: Any, groups: Any, states: list[bytes], asked_keys: None) -> list[bytes]:
-            asked.append(groups[0][1])
-            lease.coming = lease.asking = 1
-            return states
-
-    rig.cache.life.tiers = Store()  # type: ignore[assignment]
+    rig.cache.life.tiers = NeverAnswering(asked)  # type: ignore[assignment]
     for number in range(3 * ASKED_AT_ONCE):
         rig.hint("prefetch", number)
     first = list(asked)
@@ -131,6 +189,18 @@ def test_a_tick_asks_again_for_some_prefetches_and_for_all_in_turns() -> None:
         rig.cache.tick()
         assert len(asked) == len(first) + tick * ASKED_AT_ONCE
     assert asked == first + first
+
+
+def test_prefetches_of_one_session_leave_others_their_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvoffd.cache.prefetches.MAX_PREFETCHES", 6)
+    rig, asked = Hinted(), list[bytes]()
+    rig.cache.life.tiers = NeverAnswering(asked)  # type: ignore[assignment]
+    for session, prefetches in ((1, 8), (2, 5), (3, 1), (1, 1)):
+        for number in range(prefetches):
+            rig.hint("prefetch", 100 * session + number, session=session)
+    waiting = [keys for ((_, keys),) in rig.cache._prefetches._groups.values()]
+    assert waiting == [keys_of(number) for number in (100, 101, 200, 201, 202, 300)], "the first of each"
+    assert len(asked) == 6 + 3 + 1
 
 
 def test_blocks_that_are_stored_after_the_hint_are_retained_too() -> None:

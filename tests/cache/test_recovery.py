@@ -20,9 +20,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvoffd.cache.block_table import CORRUPT, READY, UNVERIFIED, WRITTEN, BlockTable
+from kvoffd.cache.block_table import BlockTable
 from kvoffd.cache.namespace import Group, Namespace, NamespaceSnapshot, Shards
 from kvoffd.cache.recovery import RecoveredBlocks, recover
+from kvoffd.cache.states import CORRUPT, READY, UNVERIFIED, WRITTEN
 from kvoffd.pool.allocator import SlotAllocator, page_up
 from kvoffd.pool.slot_table import (
     BAD_RECORD,

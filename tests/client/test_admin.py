@@ -141,6 +141,11 @@ def test_a_namespace_is_named_by_label_or_first_digits() -> None:
     for wanted in ("twin", "ab12", "ab12cd34"):
         with pytest.raises(KvoffdClientError, match=r"is ambiguous: .*ab12"):
             find_namespace_info(there, wanted)
+    whole = "ab12cd34".ljust(64, "0")
+    taken = a.NamespaceInfo(bytes.fromhex("99".ljust(64, "0")), whole, 1, 32, [], [], 0, 0, 0, "{}")
+    assert find_namespace_info([*there, taken], whole) is there[0], "a client chose its fingerprint as a label"
+    with pytest.raises(KvoffdClientError, match="kvoffd-cli namespaces"):
+        find_namespace_info([taken], whole)
     for wanted in ("", "ab1", "nobody", "ffff"):
         with pytest.raises(KvoffdClientError, match="kvoffd-cli namespaces"):
             find_namespace_info(there, wanted)

@@ -10,7 +10,10 @@ from kvoffd_client.testing import FakeEngine
 from kvoffd_proto.messages import GroupSpec
 from tests.kit.daemon import DaemonProcess
 
-pytest.importorskip("torch")
+
+@pytest.fixture(autouse=True)
+def _torch() -> None:
+    pytest.importorskip("torch")
 
 
 @pytest.mark.parametrize("description", ["", "of a client that is no vLLM", "[]", "7"])

@@ -38,13 +38,20 @@ from tests.kit.require import require
 from tests.kit.waiting import wait_until
 from tests.kit.wire import WireClient, books, keys, store_of
 
-torch = pytest.importorskip("torch")
+torch: Any
 PAGE_BYTES = 4096
 LAYERS = 4
 BLOCKS = 8
 LABEL = "tiny"
 KEYS = keys(*range(1, BLOCKS + 1))
 NEW = keys(50)[0]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _torch() -> None:
+    """Not at the file's import: it takes seconds, and each of the processes side by side imports all files."""
+    global torch
+    torch = pytest.importorskip("torch")
 
 
 def engine_on(daemon: DaemonProcess, **given: int) -> FakeEngine:

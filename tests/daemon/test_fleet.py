@@ -51,9 +51,9 @@ def node(secret: Path) -> Iterator[Callable[..., Node]]:
     with ExitStack() as stack:
 
         def started(address: str, *peers: str, hosts: Hosts | None = None, **flags: object) -> Node:
-            before = hosts.before if hosts is not None else ()
+            file = hosts.path if hosts is not None else None
             return stack.enter_context(
-                Node(secret, address, *peers, before=before, limits={"resolve_s": 0.2}, **flags)  # type: ignore[arg-type]
+                Node(secret, address, *peers, hosts=file, limits={"resolve_s": 0.2}, **flags)  # type: ignore[arg-type]
             )
 
         yield started

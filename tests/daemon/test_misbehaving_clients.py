@@ -35,6 +35,7 @@ from tests.kit.waiting import wait_until
 from tests.kit.wire import (
     GARBAGE,
     LIFELINE_GARBAGE,
+    NULL_GREETING,
     PAGE_BYTES,
     Eavesdropper,
     Page,
@@ -44,6 +45,7 @@ from tests.kit.wire import (
     WireClient,
     attach_frame,
     books,
+    is_admitted,
     keys,
     load_of,
     refused,
@@ -282,9 +284,10 @@ def test_a_lifeline_sent_over_itself(daemon: DaemonProcess) -> None:
 # --- requests --------------------------------------------------------------------------------------
 
 
-GREETING = (b"\xff" + bytes(8) + b"\x7f\3\0" + b"NULL").ljust(64, b"\0")
-"""How ZeroMQ begins."""
-NO_ZEROMQ = b"", b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 65536, GREETING[:10], GREETING, GREETING + b"\0\3abc"
+NO_ZEROMQ = (
+    *(b"", b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 65536),
+    *(NULL_GREETING[:10], NULL_GREETING, NULL_GREETING + b"\0\3abc"),
+)
 
 
 def test_other_protocols_on_the_request_sockets(daemon: DaemonProcess) -> None:
@@ -298,6 +301,38 @@ def test_other_protocols_on_the_request_sockets(daemon: DaemonProcess) -> None:
                 stream.send(data)
         with WireClient(daemon.directory) as client:
             assert client.health() == "ok"
+
+
+def test_a_client_that_keeps_connections_open_is_refused_before_the_daemon_ends() -> None:
+    """libzmq aborts a process that has no descriptor for a connection. Who is connected works on."""
+    limit = 1024
+    with (
+        DaemonProcess("12MiB", before=["prlimit", f"--nofile={limit}:{limit}"]) as daemon,
+        CheckedEngine(daemon) as engine,
+    ):
+        path, refusals = request_streams(daemon.directory)[0], 0
+
+        def connect(held: contextlib.ExitStack) -> bool:
+            stream = held.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+            stream.connect(str(path))
+            if not (admitted := is_admitted(stream)):
+                stream.close()
+            return admitted
+
+        with contextlib.ExitStack() as held:
+            for _ in range(limit):
+                refusals += not connect(held)
+            assert limit / 8 < refusals < limit / 4
+            assert daemon.running
+            engine.put([1])
+            assert engine.has([1])
+            with WireClient(daemon.directory, None) as newcomer:
+                assert newcomer.rejected
+                assert "few descriptors left" in str(newcomer.rejected)
+        with contextlib.ExitStack() as held:
+            wait_until(lambda: connect(held))
+        with FakeEngine(daemon.directory) as later:
+            assert later.store(keys(7), [0]).ok
 
 
 def test_a_client_that_reads_nothing(daemon: DaemonProcess) -> None:

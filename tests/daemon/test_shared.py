@@ -19,7 +19,7 @@ from obstore.store import S3Store
 
 from kvoffd_client import AdminClient, GroupKeys, GroupSpec, HintAction, NamespaceSpec
 from kvoffd_client.testing import FakeEngine
-from tests.kit.command import run_cli
+from tests.kit.command import run_cli_here
 from tests.kit.daemon import DaemonProcess
 from tests.kit.made_up_loads import chat_among_single_requests
 from tests.kit.peer_node import BLOCKS, DEADLINE_S, Node
@@ -279,11 +279,11 @@ def test_an_outage_is_the_reason_of_what_is_missed_meanwhile(own_server: RedisSe
             said, misses = asked(keys(*range(400, 400 + BLOCKS)))
             assert (said.reason, misses) == ("tier_down", {"tier_down": BLOCKS})
             assert node.shared.missed_keys == before + BLOCKS
-        lines = run_cli("clients", "--requests", "--directory", str(node.daemon.directory)).stdout
+        lines = run_cli_here("clients", "--requests", "--directory", str(node.daemon.directory)).stdout
         for name, said in said_of_all.items():
             named = re.escape(f"({said.reason.replace('_', ' ')}: {url}).")
             assert re.search(f" {re.escape(name)} .* {named}", lines), lines
-        shown = run_cli("stats", "--misses", "--directory", str(node.daemon.directory)).stdout
+        shown = run_cli_here("stats", "--misses", "--directory", str(node.daemon.directory)).stdout
         assert re.search(rf"tier down +.*\n(.*\n)*.*{re.escape(url)}", shown), shown
         if fault == "standing still":
             own_server.signal(signal.SIGCONT)

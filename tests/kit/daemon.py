@@ -25,7 +25,9 @@ from .service_manager import LAUNCH_WITH_FDS, ServiceManager
 from .waiting import wait_until
 
 LAUNCHER = Path(__file__).with_name("launcher.py")
-_SERVER = fork_server("kvoffd.cli", "kvoffd.server.daemon", run_forked.__module__)
+POLICIES = "kvoffd.cache.arc", "kvoffd.cache.learned", "kvoffd.cache.lru"
+"""Modules that every daemon imports while it starts."""
+_SERVER = fork_server("kvoffd.cli", "kvoffd.server.daemon", run_forked.__module__, *POLICIES)
 START_DEADLINE_S = 60.0
 STOP_DEADLINE_S = 180.0
 """Longer than any machine of CI has kept a process from its CPU: kernels report 53 s and more for their own threads."""
@@ -45,6 +47,7 @@ class DaemonProcess(Starting):
         dies_slowly: the CUDA library over which its death takes most of a second: its lifelines first, its GPU's copies
             last. ``kill`` then returns when the process is gone.
         releases_slowly_s: how long the kernel takes to close or unmap an engine's memory.
+        hosts: a file that it has in place of ``/etc/hosts``. For root.
         before: a command before its own, which runs what follows it.
         program: its command line up to the subcommand; this Python's ``kvoffd`` where none is given.
         environ: variables of the daemon besides those of this process.
@@ -63,6 +66,7 @@ class DaemonProcess(Starting):
         faults: bool = False,
         dies_slowly: str = "",
         releases_slowly_s: float = 0.0,
+        hosts: Path | None = None,
         before: Sequence[str] = (),
         program: Sequence[str] = (),
         environ: dict[str, str] | None = None,
@@ -83,6 +87,7 @@ class DaemonProcess(Starting):
             "faults": str(self._fault_file or ""),
             "dies_slowly": dies_slowly,
             "releases_slowly": str(releases_slowly_s or ""),
+            "hosts": str(hosts or ""),
             "limits": limits or {},
         }
         self._options = {name: value for name, value in options.items() if value}

@@ -288,7 +288,7 @@ def wait_connected(
         return registered >= workers and any(session.role == "scheduler" for session in sessions)
 
     sessions: list[SessionInfo] = []
-    wait_until(connected, deadline_s, explain=lambda: sessions, interval_s=0.02)
+    wait_until(connected, deadline_s, explain=lambda: sessions)
 
 
 def wait_books(directory: Path, condition: Callable[[Books], object], deadline_s: float = 30.0) -> Books:

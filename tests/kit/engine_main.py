@@ -122,13 +122,15 @@ def generate(
     adapter: tuple[str, int, str] | None = None,
     hints: dict[str, Any] | None = None,
     preempt: bool = False,
+    abort_file: str | None = None,
 ) -> list[dict[str, Any]]:
     """Greedy tokens of every prompt, with their log probabilities. A prompt is token ids, or an input of vLLM's.
 
     ``max_tokens`` is of all, or of each.
     ``sampling`` overrides fields of SamplingParams; of several samples of a prompt the tokens come one after the other.
     ``transfer`` has the kv_transfer_params of each, ``adapter`` name, id and path of the LoRA adapter of all, and
-    ``hints`` their ``kv_hints``. With ``preempt`` all are pre-empted once, when each has its first token.
+    ``hints`` their ``kv_hints``. With ``preempt`` all are pre-empted once, when each has its first token. All but the
+    last are aborted, and have no answer, once ``abort_file`` is there.
     """
     import msgspec
     from vllm import SamplingParams
@@ -152,7 +154,11 @@ def generate(
     add = partial(type(llm.llm_engine).add_request, llm.llm_engine)
     envelope = msgspec.convert(hints, KvHintsEnvelope) if hints else None
     llm.llm_engine.add_request = partial(add, kv_hints=envelope)  # LLM.generate() has no argument for them
-    llm.llm_engine.step = preempting(llm.llm_engine) if preempt else partial(type(llm.llm_engine).step, llm.llm_engine)
+    llm.llm_engine.step = partial(type(llm.llm_engine).step, llm.llm_engine)
+    if preempt:
+        llm.llm_engine.step = preempting(llm.llm_engine)
+    elif abort_file is not None:
+        llm.llm_engine.step = aborting(llm.llm_engine, Path(abort_file))
     return [
         {
             "tokens": [token for sample in output.outputs for token in sample.token_ids],
@@ -216,6 +222,18 @@ def preempting(engine: Any) -> Callable[[], Any]:
             with suppress(Exception):  # vLLM refuses where stores hold blocks, once it has pre-empted them
                 engine.reset_prefix_cache(reset_running_requests=True)
         return outputs
+
+    return step
+
+
+def aborting(engine: Any, file: Path) -> Callable[[], Any]:
+    """Return the engine's ``step``, before which all requests but the last are aborted once this file is there."""
+
+    def step() -> Any:
+        *others, _ = engine.output_processor.request_states
+        if others and file.exists():
+            engine.abort_request(others, internal=True)
+        return type(engine).step(engine)
 
     return step
 

@@ -13,22 +13,17 @@ from .require import require
 
 
 class Hosts:
-    """A file in place of ``/etc/hosts``, in mount namespaces of their own.
-
-    Attributes:
-        before: the command that runs what follows it with these names.
-    """
+    """A file for daemons in place of ``/etc/hosts``: ``hosts`` of ``DaemonProcess``."""
 
     def __init__(self, path: Path) -> None:
         require("root", _can_mount(), "a mount namespace needs root and the command unshare")
-        self._path = path
-        self.before = ["unshare", "--mount", "sh", "-c", f'mount --bind {path} /etc/hosts && exec "$@"', "sh"]
+        self.path = path
         self.set("unused.test", [])
 
     def set(self, name: str, addresses: Iterable[str]) -> None:
         """Have a name, and no other one, lead to these addresses. The file stays, as processes have mounted it."""
         lines = ["127.0.0.1 localhost", *(f"{address} {name}" for address in addresses)]
-        self._path.write_text("\n".join(lines) + "\n")
+        self.path.write_text("\n".join(lines) + "\n")
 
 
 @functools.cache

@@ -26,6 +26,7 @@ LOOK_S = 0.01
 """Between two looks of a copy that waits."""
 CLOSING_US = int(os.environ.get("DYING_CLOSING_US", 700_000))
 COPYING_US = 100_000
+CLONE_NEWNS, MS_BIND, MS_REC, MS_PRIVATE = 1 << 17, 1 << 12, 1 << 14, 1 << 18
 
 
 def copies_with_faults(file: Path) -> None:
@@ -135,6 +136,18 @@ def release_slowly(seconds: float) -> None:
     os.close, HostMapping.close = slow_close, slow_unmap  # type: ignore[method-assign]
 
 
+def replace_hosts(file: Path) -> None:
+    """Have this file in place of ``/etc/hosts``, in a mount namespace of this process and its children."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    for call in (
+        partial(libc.unshare, CLONE_NEWNS),
+        partial(libc.mount, None, b"/", None, MS_REC | MS_PRIVATE, None),
+        partial(libc.mount, bytes(file), b"/etc/hosts", None, MS_BIND, None),
+    ):
+        if call():
+            raise OSError(error := ctypes.get_errno(), os.strerror(error), str(file))
+
+
 def write_lines_at_once() -> None:
     """Have each line of the log be written before what follows it, so that a test can read it then."""
     from kvoffd.observe.logging import QueuedLines
@@ -158,6 +171,8 @@ def main(options: dict[str, Any]) -> None:
         die_slowly(library)
     if seconds := options.get("releases_slowly"):
         release_slowly(float(seconds))
+    if file := options.get("hosts"):
+        replace_hosts(Path(file))
     from kvoffd.cli import main as kvoffd
     from kvoffd.config import ServerLimits
 

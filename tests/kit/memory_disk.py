@@ -93,7 +93,7 @@ def names_of(tier: DiskTier) -> Iterator[tuple[BlockGroup, bytes]]:
         yield from ((known.group, key) for key in tier._map.keys_of(known))
 
 
-class _File:
+class MemoryFile:
     def __init__(self) -> None:
         self.data, self.durable = bytearray(), bytearray()
         self.pending: list[tuple[int, bytes]] = []
@@ -102,6 +102,11 @@ class _File:
         for image in (self.data, self.durable):
             del image[size:]
             image.extend(bytes(size - len(image)))
+
+    def copy(self) -> MemoryFile:
+        twin = MemoryFile()
+        twin.data, twin.durable, twin.pending = self.data[:], self.durable[:], list(self.pending)
+        return twin
 
 
 def no_fault(name: str, number: int) -> None: ...
@@ -115,7 +120,7 @@ class MemoryDisk(FileCalls):
     """
 
     def __init__(self, direct: bool = True) -> None:
-        self.files: dict[str, _File] = {}
+        self.files: dict[str, MemoryFile] = {}
         self.counts: Counter[str] = Counter()
         self.fault: Callable[[str, int], int | None] = no_fault
         self.locked = False
@@ -131,9 +136,7 @@ class MemoryDisk(FileCalls):
     def copy(self) -> MemoryDisk:
         """Another directory with what is in this one."""
         twin = MemoryDisk(self._direct)
-        for name, file in self.files.items():
-            twin.files[name] = other = _File()
-            other.data, other.durable, other.pending = file.data[:], file.durable[:], list(file.pending)
+        twin.files = {name: file.copy() for name, file in self.files.items()}
         return twin
 
     def lose_power(self, random: Random) -> None:
@@ -153,10 +156,10 @@ class MemoryDisk(FileCalls):
 
     def open(self, path: str, directory_fd: int, create: bool) -> int:
         self._ask("open")
-        self.files.setdefault(path, _File())
+        self.files.setdefault(path, MemoryFile())
         return 1_000_000 + list(self.files).index(path)
 
-    def _file(self, fd: int) -> _File:
+    def _file(self, fd: int) -> MemoryFile:
         return list(self.files.values())[fd - 1_000_000]
 
     def lock(self, fd: int) -> bool:

@@ -5,13 +5,19 @@ from __future__ import annotations
 import mmap
 import os
 import weakref
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from kvoffd.cache.block_table import (
+from kvoffd.cache.block_table import BlockIds
+from kvoffd.cache.cache import Cache
+from kvoffd.cache.lru import Lru
+from kvoffd.cache.namespace import Group, Namespace
+from kvoffd.cache.policies import make_policy
+from kvoffd.cache.recovery import RecoveredBlocks, recover
+from kvoffd.cache.states import (
     CORRUPT,
     DROPPED,
     FREE,
@@ -24,13 +30,7 @@ from kvoffd.cache.block_table import (
     WRITING,
     WRITING_SHARD,
     WRITTEN,
-    BlockIds,
 )
-from kvoffd.cache.cache import Cache
-from kvoffd.cache.lru import Lru
-from kvoffd.cache.namespace import Group, Namespace
-from kvoffd.cache.policy import make_policy
-from kvoffd.cache.recovery import RecoveredBlocks, recover
 from kvoffd.cache.tickets import SessionLeases, StorePart, StoreTicket
 from kvoffd.pool.allocator import SlotAllocator
 from kvoffd.pool.slot_table import BAD_RECORD, READY_RECORD, SlotTable, TableGeometry
@@ -269,9 +269,11 @@ def check_invariants(cache: Cache) -> None:
     pins: Counter[int] = Counter()
     held: dict[tuple[int, Namespace], SessionLeases] = {}
     active = [lease for lease in cache.leases.by_id.values() if lease.active]
-    assert not {*active} & {*cache.leases._to_unpin}
-    assert {*cache.leases.by_id.values()} <= {*active, *cache.leases._to_unpin}
-    for lease in cache.leases._to_unpin:
+    ended = [lease for together in cache.leases._to_unpin for lease in together]
+    assert cache.leases._count_to_unpin == len(ended)
+    assert not {*active} & {*ended}
+    assert {*cache.leases.by_id.values()} <= {*active, *ended}
+    for lease in ended:
         pins.update(lease.blocks.tolist())
     for lease in active:
         pins.update(lease.blocks.tolist())
@@ -284,10 +286,11 @@ def check_invariants(cache: Cache) -> None:
         for session, namespaces in cache.leases.by_session.items()
         for namespace, one in namespaces.items()
     }
-    for namespace in cache.namespaces.values():
-        assert namespace.leases == {
-            session: cache.leases.by_session[session][namespace] for session, other in held if other is namespace
-        }
+    by_namespace = defaultdict[Namespace, dict[int, SessionLeases]](dict)
+    for session, namespaces in cache.leases.by_session.items():
+        for namespace, one in namespaces.items():
+            by_namespace[namespace][session] = one
+    assert cache.leases.by_namespace == by_namespace
     assert cache.leases.count == len(active)
     assert all(blocks.pins[block] >= count for block, count in pins.items())
     assert {int(block): int(blocks.leases[block]) for block in np.flatnonzero(blocks.leases)} == pins

@@ -6,8 +6,8 @@ from collections import Counter
 
 import numpy as np
 
-from kvoffd.cache.block_table import READY, SHARD_STATE, WRITING, WRITTEN
 from kvoffd.cache.namespace import Namespace
+from kvoffd.cache.states import READY, SHARD_STATE, WRITING, WRITTEN
 from kvoffd.cache.tickets import StoreTicket
 from kvoffd.tiering import TieringSettings
 from kvoffd.tiering.block_group import block_group_of

@@ -11,7 +11,9 @@ from typing import TypeVar
 T = TypeVar("T")
 
 DEADLINE_S = 30.0
-INTERVAL_S = 0.005
+FIRST_INTERVAL_S, LONGEST_INTERVAL_S = 0.005, 0.05
+WAITED_SHARE = 0.05
+"""Of the time that was waited, which passes until the next call: asking a daemon all the time takes a CPU from it."""
 LONGER_THAN_A_TEST_S = 3600.0
 """A deadline for calls that must return before it: one that waits for it ends by the time limit of its test."""
 
@@ -21,7 +23,7 @@ def wait_until(
     deadline_s: float = DEADLINE_S,
     *,
     explain: Callable[[], object] | None = None,
-    interval_s: float = INTERVAL_S,
+    interval_s: float | None = None,
 ) -> T:
     """Call ``condition`` until its result is true, and return that result.
 
@@ -29,14 +31,16 @@ def wait_until(
         condition: what is waited for; its source text is part of the failure's message.
         deadline_s: seconds after which the wait fails.
         explain: gives the state of things for the failure's message; by default the condition's last result is shown.
-        interval_s: seconds between two calls.
+        interval_s: seconds between two calls; None for few at first, and more when it takes long.
 
     Raises AssertionError when the deadline is over. What ``condition`` raises ends the wait at once.
     """
-    deadline = time.monotonic() + deadline_s
+    began = time.monotonic()
     while not (result := condition()):
-        assert time.monotonic() < deadline, _failure(condition, deadline_s, explain() if explain else result)
-        time.sleep(interval_s)
+        waited = time.monotonic() - began
+        assert waited < deadline_s, _failure(condition, deadline_s, explain() if explain else result)
+        pause_s = min(max(FIRST_INTERVAL_S, WAITED_SHARE * waited), LONGEST_INTERVAL_S)
+        time.sleep(pause_s if interval_s is None else interval_s)
     return result
 
 

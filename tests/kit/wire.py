@@ -625,6 +625,22 @@ def request_streams(directory: Path) -> list[Path]:
     return [paths.jobs, paths.events]
 
 
+NULL_GREETING = (b"\xff" + bytes(8) + b"\x7f\3\0" + b"NULL").ljust(64, b"\0")
+"""How a ZeroMQ connection begins."""
+_READY = b"\x05READY\x0bSocket-Type\0\0\0\6DEALER"
+
+
+def is_admitted(stream: socket.socket) -> bool:
+    """Whether the daemon admits a connection to ``jobs.sock``, which is a ZeroMQ client's from now on."""
+    stream.sendall(NULL_GREETING + bytes([4, len(_READY)]) + _READY)
+    received = b""
+    while len(received) < len(NULL_GREETING) + 3 + len("READY"):
+        if not (data := stream.recv(4096)):
+            return False
+        received += data
+    return b"\x05READY" in received
+
+
 def _word(code: ErrorCode) -> str:
     return code.name.lower()
 

@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from kvoffd_client import AdminClient, NamespaceSpec
 from kvoffd_client.testing import FakeEngine
 from kvoffd_proto.messages import GroupKeys, GroupSpec, GroupTransfer, Outcome, PromptReport
-from tests.kit.command import run_cli
+from tests.kit.command import run_cli_here
 from tests.kit.daemon import DaemonProcess
 from tests.kit.ports import free_port, http_get
 from tests.kit.waiting import wait_until
@@ -131,7 +131,7 @@ def check_views(daemon: DaemonProcess, port: int, done: dict[str, Counts]) -> di
     asked = sum(counts.asked for counts in done.values())
     with AdminClient(daemon.directory) as admin:  # reports are sent once a second
         wait_until(lambda: admin.stats().since_start.asked_keys >= asked, explain=lambda: admin.stats().since_start)
-    printed = json.loads(run_cli("stats", "--json", "--directory", str(daemon.directory)).stdout)
+    printed = json.loads(run_cli_here("stats", "--json", "--directory", str(daemon.directory)).stdout)
     served, page = (http_get(port, path)[1] for path in ("/stats.json", "/metrics"))
     with AdminClient(daemon.directory) as admin:
         asked = json.loads(msgspec.json.encode(admin.stats()))

@@ -627,6 +627,14 @@ def test_each_job_of_a_message_has_its_own_keys_and_blocks() -> None:
 # --- credit, and who may connect -------------------------------------------------------------------
 
 
+def test_ids_of_sessions_begin_again_after_the_largest(bench: Bench) -> None:
+    """A greeting with a larger one is none: no client could connect any more."""
+    first, second = bench.session(), bench.session(m.Role.SCHEDULER)
+    bench.service.sessions._last_id = m.END_OF_SESSION_IDS - 2
+    ids = [bench.session(m.Role.SCHEDULER).id for _ in range(2)]
+    assert [first.id, second.id, *ids] == [1, 2, m.END_OF_SESSION_IDS - 1, 3]
+
+
 def test_credit_is_an_eighth_of_the_pool_among_writers(bench: Bench) -> None:
     for pool_bytes, credit in ((1 << 20, 1 << 17), (8 << 30, 1 << 30), (64 << 30, 1 << 30)):
         cache: Any = SimpleNamespace(slots=SimpleNamespace(pool_bytes=pool_bytes))

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
 
-from kvoffd.cache.block_table import READY
 from kvoffd.cache.cache import Cache
 from kvoffd.cache.namespace import Group, Namespace
+from kvoffd.cache.states import READY
 from kvoffd.cache.tickets import StorePart, StoreTicket
 from kvoffd.pool.allocator import SlotIds
 from kvoffd.server.jobs import LoadJob
@@ -167,7 +168,7 @@ class Audit:
         cache, tiering = self._service.cache, self._service.tier_supervisor.tiering
         pins = Counter[int]()
         sessions = {session.id for session in self._service.sessions}
-        for lease in {**dict.fromkeys(cache.leases.by_id.values()), **dict.fromkeys(cache.leases._to_unpin)}:
+        for lease in dict.fromkeys(chain(cache.leases.by_id.values(), *cache.leases._to_unpin)):
             assert lease.session in sessions or not lease.active, "a lease of a session that has ended"
             assert not lease.active or not any(group.retired for group, _ in cache.blocks.by_group(lease.blocks)), (
                 "a lease outlives a reset"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
-from kvoffd.cache.block_table import READY
+from kvoffd.cache.states import READY
 from kvoffd.pool.checksums import digest
 from kvoffd.server.lender import PeerServer
 from kvoffd.tiers.peer_messages import LENT, PIN, RELEASE, Find, Pin, Pinned

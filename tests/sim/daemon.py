@@ -12,8 +12,8 @@ from zlib import crc32
 
 import numpy as np
 
-from kvoffd.cache.block_table import READY
 from kvoffd.cache.cache import Cache
+from kvoffd.cache.states import READY
 from kvoffd.cache.tickets import StorePart
 from kvoffd.config import Config
 from kvoffd.errors import KvoffdError

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest.mock import Mock
 
-from kvoffd.cache.block_table import READY
+from kvoffd.cache.states import READY
 from kvoffd.pool.allocator import page_up
 from kvoffd.pool.checksums import digest
 from kvoffd.server.persistence import State

@@ -12,7 +12,7 @@ from typing import cast
 
 from kvoffd.cache import POLICY_NAMES
 from kvoffd.cache.cache import Cache
-from kvoffd.cache.policy import make_policy
+from kvoffd.cache.policies import make_policy
 from kvoffd.config import Config, ServerLimits
 from kvoffd.pool.backing import MemfdBacking
 from kvoffd.pool.memory import PoolMemory

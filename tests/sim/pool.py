@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvoffd.cache.block_table import CORRUPT, READY, BlockIds, EndedSlots
+from kvoffd.cache.block_table import BlockIds, EndedSlots
 from kvoffd.cache.cache import Cache
 from kvoffd.cache.namespace import Group, MissReason
+from kvoffd.cache.states import CORRUPT, READY
 from kvoffd.pool.allocator import SlotAllocator, SlotIds
 from kvoffd.pool.pool import Pool
 from tests.sim.clock import Broken

@@ -6,8 +6,9 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from kvoffd.cache.block_table import READY, BlockIds
+from kvoffd.cache.block_table import BlockIds
 from kvoffd.cache.prefetches import NO_SESSION
+from kvoffd.cache.states import READY
 from kvoffd.cache.tickets import Lease
 from kvoffd.server.service import Service
 from kvoffd.tiering.block_group import block_group_of
@@ -90,7 +91,7 @@ class PromotionWatch:
         is_prefetched = any(lease.session == NO_SESSION for lease in fill.leases)  # for a hint, which has no answer
         leases = self._awaited.get(fill)
         # Of many leases that end at once, some are taken away in the background.
-        is_ending = any(lease in self._cache.leases._to_unpin for lease in leases or ())
+        is_ending = any(lease in some for some in self._cache.leases._to_unpin for lease in leases or ())
         if leases is not None and not (is_prefetched or is_ending or self._waiting(leases)):
             raise Broken("a block is read that nobody waits for any more")
 

@@ -31,7 +31,7 @@ from tests.kit.made_up_loads import Traffic, trace_of
 SPEEDS = Speeds(512.0, 100.0, 50.0, 20.0)
 """A block of 512 tokens takes 1 s to compute; one of 100 bytes 1 s to load, 2 s more from a disk, and 5 s from afar."""
 BLOCK_BYTES = 100
-CHAT = trace_of([*islice(Traffic(1).chat(20), 150)])
+CHAT = trace_of([*islice(Traffic(1).chat(20), 100)])
 
 
 def plan(nodes: int, route: Route = Route.ROUND_ROBIN) -> FleetPlan:
@@ -347,7 +347,7 @@ def test_what_is_wrong_is_said_in_a_sentence(tmp_path: Path, capfd: pytest.Captu
 def test_options_that_no_router_uses_are_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "small.jsonl"
     file.write_text('{"hash_ids": [1], "timestamp": 0}\n')
-    words = [str(file), "--nodes=2", "--block-size=1MiB", "--route=random,session"]
+    words = [str(file), "--nodes=2", "--block-size=1MiB", "--route=random,session", "--blocks=1", "--policy=lru"]
     for option in ("--busy-limit=1s", "--busy-limit=none", "--least-prefix=10", "--staleness=1s"):
         with case(option):
             assert main([*words, option]) == 2

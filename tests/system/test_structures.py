@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import kvoffd
-from kvoffd.cache import block_table
+from kvoffd.cache import block_table, states
 from kvoffd.cache.askers import _Askers
 from kvoffd.cache.block_table import BlockTable
 from kvoffd.cache.computing import _Fields
@@ -42,8 +42,8 @@ CONSTANTS = {
         "PAGE": PAGE_BYTES,
         "offsetof(struct block_group, rank)": 32,
         "sizeof(struct block_group)": 32 + 12 * MAX_WORLD_SIZE,
-        **{name: getattr(block_table, name) for name in ("FREE", "WRITING", "READY", "DROPPED", "NOT_FIRST")},
-        **{name: getattr(block_table, name) for name in ("WRITTEN", "SHARD_STATE", "UNVERIFIED", "CORRUPT")},
+        **{name: getattr(states, name) for name in ("FREE", "WRITING", "READY", "DROPPED", "NOT_FIRST")},
+        **{name: getattr(states, name) for name in ("WRITTEN", "SHARD_STATE", "UNVERIFIED", "CORRUPT")},
     },
     "cache/learned.c": {"BINS": BINS, "CLASSES": len(CLASSES)},
     "tiers/disk_index.c": {"ROW": MAX_KEY_BYTES},

@@ -8,8 +8,8 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvoffd.cache.block_table import READY, WRITING
 from kvoffd.cache.namespace import Namespace
+from kvoffd.cache.states import READY, WRITING
 from kvoffd.cache.tickets import StoreTicket
 from kvoffd.tiering import TieringSettings, WriteMode
 from kvoffd.tiering.promotions import Fill
@@ -267,9 +267,9 @@ class TieringMachine(RuleBasedStateMachine):
             for job in store.jobs:
                 begun = self.unshared.get(job.group.fingerprint)
                 assert begun is None or job.block is None or job in begun, "an engine reset it"
-        reserved = [one for source in self.rig.tiering.sources for one in source.queues if one.is_reserved]
+        reserved = [one for source in self.rig.tiering.sources for one in source.queues.in_order if one.is_reserved]
         held = sum((len(one.fills) + one.under_way) * one.group.block_bytes for one in reserved)
-        assert held == sum(one.reserved_bytes for one in self.rig.tiering.sources)
+        assert held == sum(one.queues.reserved_bytes for one in self.rig.tiering.sources)
         given_up = [fill for source in self.rig.tiering.sources for fill in source.reads.given_up]
         held += sum(fill.queue.group.block_bytes for fill in given_up)
         assert self.rig.cache.leases.withheld_bytes == held
@@ -278,14 +278,19 @@ class TieringMachine(RuleBasedStateMachine):
             assert source.reads.under_way_bytes <= most
             held = source.reads.under_way_bytes + source.reads.given_up_bytes
             assert held <= 2 * most, "what was given up and hangs may hold as much again"
-            queued = [fill for queue in source.queues for fill in queue.fills]
-            assert sum(queue.under_way for queue in source.queues) == len(source.reads.under_way)
-            assert all(queue.fills or queue.under_way for queue in source.queues)
+            queued = [fill for queue in source.queues.in_order for fill in queue.fills]
+            assert sum(queue.under_way for queue in source.queues.in_order) == len(source.reads.under_way)
+            assert all(queue.fills or queue.under_way for queue in source.queues.in_order)
+            assert all(queue.prompt.queues.count(queue) == 1 for queue in source.queues.in_order)
             unsettled = [fill for fill in [*source.reads.under_way, *queued] if not fill.is_settled]
             names = [(fill.queue.block_group.tag, fill.key) for fill in unsettled]
             assert len(names) == len(set(names)), "two fills of one key"
-            assert source.queued_blocks == len(queued) == source.queued_by.total()
+            assert source.queues.blocks == len(queued) == source.queues.blocks_of.total()
             assert all(fill.leases for fill in queued), "nobody waits for it"
+        awaited = {(lease, fill) for lease, fills in self.rig.tiering.promotions.awaited.items() for fill in fills}
+        assert {(lease, fill) for lease, fill in awaited if not fill.is_settled} == {
+            (lease, fill) for fill in self.coming for lease in fill.leases
+        }
         for writer in self.rig.tiering.writers:
             budget = writer.budget
             assert writer.under_way_bytes <= pool // 16 + 2 * UNIT
@@ -316,7 +321,8 @@ class TieringMachine(RuleBasedStateMachine):
         assert not rig.tiering.promotions.unsettled
         assert all(source.unended_blocks == source.reads.under_way_bytes == 0 for source in rig.tiering.sources)
         assert not any(
-            source.queued_by or source.reads.given_up or source.reads.given_up_bytes for source in rig.tiering.sources
+            source.queues.blocks_of or source.reads.given_up or source.reads.given_up_bytes
+            for source in rig.tiering.sources
         )
         rig.clock.now += 1000.0
         rig.cache.tick()

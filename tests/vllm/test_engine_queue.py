@@ -27,14 +27,14 @@ from tests.kit.engine import (
     full_blocks,
     prompt,
     tokens,
-    wait_books,
     wait_connected,
     wait_stored,
 )
 from tests.kit.models import make_demo_llama
+from tests.kit.waiting import wait_until
 from tests.kit.wire import books
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.engine, pytest.mark.concurrent, pytest.mark.timeout(900)]
 
 LENGTH = 650
 LOADED = full_blocks(LENGTH)
@@ -44,9 +44,11 @@ CACHE_BLOCKS = DOCUMENT_BLOCKS * 5 // 2 + 1
 """Two and a half documents, and vLLM's null block."""
 DOCUMENTS = 8
 LONG_ANSWER = 1000 - LENGTH
-"""Tokens of an answer behind which others wait for seconds."""
+"""Tokens of an answer behind which others wait for seconds, until it is aborted."""
 LEASE_TTL_S = 4.0
 STOPPED_S = 3.0
+ARRIVED_S = 100.0
+"""An engine takes new prompts between two steps, which take 10 s each at a load of 30."""
 SETTINGS: dict[str, Any] = {"num_blocks": CACHE_BLOCKS, "max_model_len": 1024, "max_num_seqs": 1}
 
 
@@ -60,6 +62,7 @@ class Queue:
 
     def __post_init__(self) -> None:
         self.engine = self.new_engine()
+        self._abort_file = self.daemon.directory / "abort"
 
     def new_engine(self) -> EngineProcess:
         return EngineProcess(self.model, self.daemon.directory, v2=self.v2, **SETTINGS)
@@ -80,6 +83,21 @@ class Queue:
             loaded=int(found.get("vllm:external_prefix_cache_hits", 0)),
             late=int(found.get("vllm:kvoffd_late_lookups", 0)),
         )
+
+    def lookups(self) -> int:
+        return sum(one.lookups for one in books(self.daemon.directory).namespaces.values())
+
+    def begin_behind(self, others: list[list[int]], wanted: list[int]) -> None:
+        """Ask for a document behind others, which get long answers until ``finish_last``."""
+        self._abort_file.unlink(missing_ok=True)
+        limits = [LONG_ANSWER] * len(others) + [8]
+        prompts, file = [*others, wanted], str(self._abort_file)
+        self.engine.begin("generate", prompts=prompts, max_tokens=limits, abort_file=file)
+
+    def finish_last(self) -> Completion:
+        """Abort the others, so that it is the document's turn, and return its answer."""
+        self._abort_file.touch()
+        return completions(self.engine.finish())[-1]
 
     def ask_twice(self, batch: list[Any]) -> None:
         """Ask a batch that has each prompt twice, and see that each is loaded the second time."""
@@ -144,7 +162,11 @@ def test_a_document_that_waits_for_longer_than_its_lease_lives_is_loaded(queue: 
     """It was found whole, and pinned, when it arrived."""
     wanted, *others = documents(400, 4)
     known = _stored(queue, wanted, others)
-    *_, last = queue.engine.generate([*others, wanted], max_tokens=[LONG_ANSWER] * len(others) + [8])
+    arrived = queue.lookups() + len(others) + 1
+    queue.begin_behind(others, wanted)
+    wait_until(lambda: queue.lookups() >= arrived, ARRIVED_S)
+    time.sleep(1.5 * LEASE_TTL_S)
+    last = queue.finish_last()
     assert last.scheduled_at - last.queued_at > LEASE_TTL_S
     assert (last.cached, last.tokens) == (LOADED, known.tokens)
 
@@ -154,13 +176,15 @@ def test_a_document_whose_first_lookup_failed_is_loaded(queue: Queue) -> None:
     """The daemon stands still when the prompts arrive, for longer than a request waits."""
     wanted, *others = documents(500, 4)
     known = _stored(queue, wanted, others)
+    asked = queue.lookups()
     os.kill(queue.daemon.pid, signal.SIGSTOP)
     try:
-        queue.engine.begin("generate", prompts=[*others, wanted], max_tokens=[LONG_ANSWER] * len(others) + [8])
+        queue.begin_behind(others, wanted)
         time.sleep(STOPPED_S)
     finally:
         os.kill(queue.daemon.pid, signal.SIGCONT)
-    *_, last = completions(queue.engine.finish())
+    wait_until(lambda: queue.lookups() > asked, ARRIVED_S)  # it serves again
+    last = queue.finish_last()
     assert last.scheduled_at - last.queued_at > STOPPED_S
     assert (last.cached, last.tokens) == (LOADED, known.tokens)
 
@@ -171,16 +195,13 @@ def test_a_document_in_the_queue_is_loaded_once_another_engine_has_stored_it(que
     *others, wanted = documents(300, 2 * DOCUMENTS)
     directory = queue.daemon.directory
 
-    def lookups() -> int:
-        return sum(one.lookups for one in books(directory).namespaces.values())
-
     with queue.new_engine() as other:
         wait_connected(directory, workers=2)
         wait_stored(directory)
-        before, arrived = books(directory).ready_blocks, lookups() + len(others) + 1
+        before, arrived = books(directory).ready_blocks, queue.lookups() + len(others) + 1
         counted_before = queue.counts()
         queue.engine.begin("generate", prompts=[*others, wanted], max_tokens=8)
-        wait_books(directory, lambda _: lookups() >= arrived)
+        wait_until(lambda: queue.lookups() >= arrived, ARRIVED_S)
         (computed,) = other.generate([wanted])
         stored_at = computed.first_token_at
         answers = completions(queue.engine.finish())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 import time
 from collections.abc import Sequence
@@ -10,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from kvoffd_client.admin_client import find_namespace_info
+from kvoffd_client.admin_client import WHOLE_FINGERPRINT, find_namespace_info
 from kvoffd_client.cli.format import WIDE_CELLS, make_console, print_json, print_line, print_status, say
 from kvoffd_client.cli.show import labels_of
 from kvoffd_client.cli.target import NAMESPACE_HELP, CliError, Directory, Json, PlainJson, open_admin
@@ -119,7 +118,7 @@ def _show_keepers(keepers: Sequence[str], cleared: Sequence[NamespaceInfo], fing
 def _fingerprint(listed: NamespacesReply, name: str, all_nodes: bool) -> bytes:
     """Return the fingerprint of an open namespace. On all nodes one that is not open may be voided too, by the whole
     fingerprint. Raises KvoffdClientError."""
-    if all_nodes and re.fullmatch(r"[0-9a-fA-F]{64}", name):
+    if all_nodes and WHOLE_FINGERPRINT.fullmatch(name):
         return bytes.fromhex(name)
     return find_namespace_info(listed.namespaces, name).namespace
 

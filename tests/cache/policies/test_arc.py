@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from kvoffd.cache.namespace import Group, Namespace
-from kvoffd.cache.policy import Chain, make_policy
+from kvoffd.cache.policies import make_policy
+from kvoffd.cache.policy import Chain
 from kvoffd_proto.messages import GroupSpec
 from tests.kit.slot_cache import keys_of
 
@@ -87,6 +88,7 @@ class Pool:
         self._policy = make_policy("arc", size * BLOCK_BYTES, size)
         self._free = list(range(size))
         self.block_of: dict[int, int] = {}
+        self._key_in: dict[int, int] = {}
 
     def use(self, keys: Sequence[int]) -> None:
         blocks = np.array([self.block_of[key] for key in keys], np.uint32)
@@ -96,8 +98,7 @@ class Pool:
         """Make space for a store of a chain of absent keys. Returns what is evicted for it."""
         self._policy.admit(self._group, keys_of(*keys), [0])
         victims = self._policy.first(max(0, len(keys) - len(self._free)))
-        keys_at = {block: key for key, block in self.block_of.items()}
-        evicted = [keys_at[block] for block in victims.tolist()]
+        evicted = [self._key_in[block] for block in victims.tolist()]
         self._policy.remove(self._group, victims, keys_of(*evicted))
         self._free += [self.block_of.pop(key) for key in evicted]
         return evicted
@@ -105,6 +106,7 @@ class Pool:
     def insert(self, keys: Sequence[int]) -> None:
         blocks = [self._free.pop(0) for _ in keys]
         self.block_of.update(zip(keys, blocks, strict=True))
+        self._key_in.update(zip(blocks, keys, strict=True))
         self._policy.insert(self._group, np.array(blocks[::-1], np.uint32), keys_of(*keys[::-1]))
 
 

@@ -11,7 +11,8 @@ import pytest
 from kvoffd.cache import POLICY_NAMES
 from kvoffd.cache.learned import Learned
 from kvoffd.cache.namespace import Group, Namespace
-from kvoffd.cache.policy import REJECTED, Chain, make_policy
+from kvoffd.cache.policies import make_policy
+from kvoffd.cache.policy import REJECTED, Chain
 from kvoffd_proto.messages import BENCH_LABEL, GroupSpec
 from kvoffd_proto.stats import LearnedStats
 from tests.kit.slot_cache import CacheRig, keys_of
