@@ -146,7 +146,10 @@ class Transport(Protocol):
         """Connect the lifeline. Raises OSError."""
 
     def connect(self, route: bytes, topics: Sequence[bytes]) -> None:
-        """Connect the jobs socket under a routing id, and the events socket if there are topics to subscribe to."""
+        """Connect the jobs socket under a routing id, and the events socket if there are topics to subscribe to.
+
+        Raises OSError.
+        """
 
     def attach(self, message: lifeline.Attach, fd: int) -> None:
         """Send a descriptor over the lifeline. Raises OSError."""
@@ -443,7 +446,11 @@ class Session(Closing):
             self.epoch, self.session_id = message.epoch, message.session_id
             self._limits = None  # another daemon's limits may be too low for the handshake
             self._phase = Phase.HANDSHAKE
-            self._transport.connect(lifeline.routing_id(message.token), self._topics())
+            try:
+                self._transport.connect(lifeline.routing_id(message.token), self._topics())
+            except OSError as error:
+                self.disconnect(why_unreachable(error, self.directory, self.directory_hint), now)
+                return
             self._shake(self._hello(), self._on_welcome, now)
         elif isinstance(message, lifeline.Attached) and self._phase is Phase.HANDSHAKE:
             self._on_attached(message, now)

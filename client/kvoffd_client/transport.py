@@ -222,12 +222,15 @@ class SocketTransport:
         self.daemon_pid = self._stream.pid
 
     def connect(self, route: bytes, topics: Sequence[bytes]) -> None:
-        # First, so that completions are read before replies that may refer to them.
-        if topics:
-            events = self._connected(zmq.SUB, self._paths.events)
-            for topic in topics:
-                events.setsockopt(zmq.SUBSCRIBE, topic)
-        self._jobs = self._connected(zmq.DEALER, self._paths.jobs, route)
+        try:
+            # First, so that completions are read before replies that may refer to them.
+            if topics:
+                events = self._connected(zmq.SUB, self._paths.events)
+                for topic in topics:
+                    events.setsockopt(zmq.SUBSCRIBE, topic)
+            self._jobs = self._connected(zmq.DEALER, self._paths.jobs, route)
+        except zmq.ZMQError as error:  # no descriptor is free
+            raise OSError(error.errno, str(error)) from error
 
     def _connected(self, kind: int, path: Path, route: bytes = b"") -> zmq.Socket[bytes]:
         made: zmq.Socket[bytes] = self._context.socket(kind)

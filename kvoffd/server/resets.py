@@ -12,7 +12,7 @@ from kvoffd.server.known_namespaces import KnownNamespaces
 from kvoffd.server.persistence import State
 from kvoffd.server.session import Session
 from kvoffd.server.tier_supervisor import TierSupervisor
-from kvoffd.tiers.asking_thread import Raise
+from kvoffd.tiers.fleet_clears import Raise
 from kvoffd.tiers.peer_caller import Calls
 from kvoffd_proto import admin as a
 from kvoffd_proto import messages as m

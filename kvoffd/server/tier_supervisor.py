@@ -28,9 +28,9 @@ from kvoffd.system.numa import usable_cpus
 from kvoffd.system.threads import start
 from kvoffd.tiering import TieringSettings, WriteMode
 from kvoffd.tiering.tiering import Tiering
-from kvoffd.tiers.asking_thread import Raise
 from kvoffd.tiers.disk import DiskTier
 from kvoffd.tiers.disk_file import OpeningStopped
+from kvoffd.tiers.fleet_clears import Raise
 from kvoffd.tiers.peer_caller import Calls, PeerCaller
 from kvoffd.tiers.peer_messages import HelperSettings
 from kvoffd.tiers.peer_names import NameResolver, PeerName, Resolved
@@ -349,7 +349,7 @@ class TierSupervisor:
         """
         clear = self._generations.next_of_all(fingerprint), self._generations.now()
         self._generations.hear(fingerprint, clear[0])
-        raises = {tier.name: tier.raise_generation(fingerprint, *clear) for tier in self._always_asked}
+        raises = {tier.name: tier.clears.raise_generation(fingerprint, *clear) for tier in self._always_asked}
         if self._caller is None or self.peer_places is None:
             return raises, Calls({}, {}, ended=True)
         known = [[*one.addresses] for one in self.peer_places.lists]
@@ -359,7 +359,7 @@ class TierSupervisor:
         """Have the peers hear now that namespaces were voided on all nodes, not only when they are polled: in a large
         fleet each node knows few others."""
         for tier in self._every_shared:
-            tier.tell(fingerprints)
+            tier.clears.tell(fingerprints)
 
     # --- all of them -----------------------------------------------------------------------------
 
@@ -367,7 +367,7 @@ class TierSupervisor:
         """Do periodic work. A part that raises does not keep the others from it."""
         parts: list[Callable[[], object]] = [] if self.peer_server is None else [self.peer_server.tick]
         if self.tiering is not None:
-            parts += [partial(tier.poll, self._cache.namespaces) for tier in self._every_shared]
+            parts += [partial(tier.clears.poll, self._cache.namespaces) for tier in self._every_shared]
             parts += [self.peer_places.tick] if self.peer_places is not None else []
             parts += [self._forget_closed, self.tiering.tick]
             parts += [*(disk.sample_errors for disk in self.disks), self._save_spent]
@@ -394,9 +394,9 @@ class TierSupervisor:
             if asked_at is None:
                 asked_at = self._asked_at[fingerprint] = now
                 for tier in tiers:
-                    tier.poll([fingerprint])
+                    tier.clears.poll([fingerprint])
             # Each of them may be the only one that knows of a clear.
-            if now < asked_at + FOLLOW_S and any(tier.answered_about(fingerprint) < asked_at for tier in tiers):
+            if now < asked_at + FOLLOW_S and any(tier.clears.answered_about(fingerprint) < asked_at for tier in tiers):
                 return True
             self._asked_at[fingerprint] = -inf
         return fingerprint in self._generations.voided

@@ -83,24 +83,24 @@ class StoreThread:
     """Code of a shared tier's thread, with its own connection to the store."""
 
     def __init__(self, tier: SharedTier, store: Store, clock: Callable[[], float]) -> None:
-        self._tier, self._breaker, self._store, self._clock = tier, tier.breaker, store, clock
+        self.tier, self.breaker, self.store, self.clock = tier, tier.breaker, store, clock
 
-    def _report(self, error: Exception, work: str = "") -> None:
+    def report(self, error: Exception, work: str = "") -> None:
         """Report a failure to the tier, and have the breaker count it for this kind of work, if one is given. It counts
         none where the server answered: it refuses a write, or the stored generation is invalid."""
         if not isinstance(error, StoreError):  # a bug in the store's code
-            self._store.close()
+            self.store.close()
             why = f"It failed unexpectedly: {error!r}; please report the log's traceback."
             cause, error = error, StoreError("internal", why)
             error.__cause__ = cause
-        if self._tier.closed:
+        if self.tier.closed:
             return
         is_of_namespace = error.kind == "generation"  # the stored one is invalid; nothing is wrong with the others
         refuses_writes = work == "write" and not is_of_namespace and error.kind not in NO_ANSWER
         if work and not refuses_writes and not is_of_namespace:
-            self._breaker.failed(work, at_once=error.final)
+            self.breaker.failed(work, at_once=error.final)
         reported = error
-        self._tier.post(lambda: self._tier.failed(reported, refuses_writes=refuses_writes))
+        self.tier.post(lambda: self.tier.failed(reported, refuses_writes=refuses_writes))
 
 
 class BlockThread(StoreThread):
@@ -110,79 +110,77 @@ class BlockThread(StoreThread):
         """Yield the results of a batch, in order. What follows a read that failed is tried again."""
         unfinished = deque(batch)
         while unfinished:
-            if self._tier.closed or self._breaker.open:
+            if self.tier.closed or self.breaker.open:
                 unfinished.popleft()
-                yield Result.CANCELLED if self._tier.closed else Result.FAILED, None
+                yield Result.CANCELLED if self.tier.closed else Result.FAILED, None
                 continue
-            awaited = list(takewhile(lambda read: read.is_awaited(), unfinished))
-            if not awaited:
-                unfinished.popleft()
-                yield Result.UNWANTED, None
-                continue
-            for end in self._read(awaited):
+            for end in self._read(list(unfinished)):
                 unfinished.popleft()
                 yield end
 
-    def _read(self, reads: Sequence[ObjectRead]) -> Iterator[tuple[Result, Block | None]]:
-        """Yield the results of the first reads, up to one that fails."""
+    def _read(self, unfinished: Sequence[ObjectRead]) -> Iterator[tuple[Result, Block | None]]:
+        """Yield the results of the first reads, up to one that is not awaited, or fails."""
+        if not (reads := list(takewhile(lambda read: read.is_awaited(), unfinished))):
+            yield Result.UNWANTED, None
+            return
         requests = [GetRequest(read.stored, read.key, read.views) for read in reads]
-        patience_s, came_at = min(read.patience_s for read in reads), self._clock()
+        patience_s, came_at = min(read.patience_s for read in reads), self.clock()
         overloaded = served = 0
         try:
-            self._store.connect()
-            found = self._store.get(requests, patience_s)
+            self.store.connect()
+            found = self.store.get(requests, patience_s)
             for read, received in zip(reads, found, strict=True):
                 if isinstance(received, StoreError):
                     overloaded += 1
                     read.overloaded = True
-                    self._report(received)
+                    self.report(received)
                     yield Result.FAILED, None
                     continue
                 served += 1
-                self._breaker.succeeded("read")
-                came_at = self._clock()
+                self.breaker.succeeded("read")
+                came_at = self.clock()
                 if received is None:
                     yield Result.GONE, None
                     continue
                 block = _verified(read, received)
                 if block is None:
                     # It may answer another request, and so may all that follows on the connection.
-                    self._store.close()
+                    self.store.close()
                     yield Result.CORRUPT, None
                     return
                 yield Result.DONE, block
             if overloaded and not served:
-                self._breaker.failed("read")
+                self.breaker.failed("read")
         except Exception as error:
-            self._report(error, "read")
+            self.report(error, "read")
             # A connection that stalled for part of the patience is lost; another may serve in time.
             late = isinstance(error, StoreError) and error.kind == "timeout"
-            late = late and self._clock() - came_at >= LATE_SHARE * patience_s
+            late = late and self.clock() - came_at >= LATE_SHARE * patience_s
             yield Result.DEADLINE if late else Result.FAILED, None
 
     def writes(self, batch: list[ObjectWrite | Removal]) -> list[Result]:
         try:
-            if not self._breaker.open and not self._tier.closed:
-                self._store.connect()
+            if not self.breaker.open and not self.tier.closed:
+                self.store.connect()
                 if not isinstance(batch[0], Removal):
                     return self._write([one for one in batch if isinstance(one, ObjectWrite)])
-                self._store.remove(batch[0].stored, batch[0].keys, self._clock() + WRITE_S)
+                self.store.remove(batch[0].stored, batch[0].keys, self.clock() + WRITE_S)
                 return [Result.DONE]
         except Exception as error:
-            self._report(error, "write")
-        return [Result.CANCELLED if self._tier.closed else Result.FAILED] * len(batch)
+            self.report(error, "write")
+        return [Result.CANCELLED if self.tier.closed else Result.FAILED] * len(batch)
 
     def _write(self, writes: Sequence[ObjectWrite]) -> list[Result]:
-        deadline = self._clock() + WRITE_S
-        there = self._store.touch([write.stored for write in writes], deadline)
+        deadline = self.clock() + WRITE_S
+        there = self.store.touch([write.stored for write in writes], deadline)
         absent = [
             PutRequest(write.stored, write.views) for write, known in zip(writes, there, strict=True) if not known
         ]
-        stored = self._store.put(absent, deadline)
+        stored = self.store.put(absent, deadline)
         if False in stored:
             why = "It accepts no more blocks now; see Redis's maxmemory-policy or the bucket's quota."
-            self._report(StoreError("full", why), "write")
-        self._breaker.succeeded("write")
+            self.report(StoreError("full", why), "write")
+        self.breaker.succeeded("write")
         each = iter(stored)
         return [Result.EXISTED if known else Result.DONE if next(each) else Result.FAILED for known in there]
 

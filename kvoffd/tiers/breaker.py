@@ -35,7 +35,11 @@ class Breaker:
         self.opened = 0
         """Number of times that it opened since the store was first reached."""
 
-    def succeeded(self, work: str) -> None:
+    def succeeded(self, work: str, *, is_slow: bool = False) -> None:
+        """Record a success; a slow one counts as a failure."""
+        if is_slow:
+            self.failed(work)
+            return
         with self._lock:
             self._failures.pop(work, None)
 

@@ -85,7 +85,7 @@ class _Index(ctypes.Structure):
 
 
 class Passed(NamedTuple):
-    """What the clock hand has found to evict.
+    """Blocks to evict that the clock hand has found.
 
     Attributes:
         victims: slots of blocks.
@@ -386,7 +386,7 @@ class DiskMap:
                 del self.regions[number]
 
     def add_group(self, known: KnownGroup) -> None:
-        """Add a new group, in place of one of another geometry, whose blocks were removed."""
+        """Add a new group, instead of one of another geometry, whose blocks were removed."""
         if (before := self.readable_by_tag.get(known.group.tag)) is not None:
             del self.by_number[before.number]
         known.number = self.last_number = self.last_number + 1

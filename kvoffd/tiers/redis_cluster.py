@@ -20,6 +20,7 @@ from urllib.parse import parse_qs, urlsplit
 from kvoffd.tiers.header import Block, BlockGroup
 from kvoffd.tiers.names import block_name, block_names, generation_name
 from kvoffd.tiers.redis_connection import CONNECT_S, Demoted
+from kvoffd.tiers.redis_replies import Refusal
 from kvoffd.tiers.redis_store import Redis
 from kvoffd.tiers.store import (
     Credentials,
@@ -325,9 +326,7 @@ class RedisCluster(Store):
             places = parts.get(address, [])
             with self._exchange(address, skips_busy=True) as node:
                 for at in copies_at.get(address, ()):
-                    before = node.elsewhere
-                    number = node.generation_answer(copies[at], deadline)
-                    if node.elsewhere == before:  # else this master does not have the copy
+                    if (number := node.generation_answer(copies[at], deadline)) is not None:
                         numbers[copies[at]] = number
                 for at, there in zip(places, node.answers(len(places), deadline), strict=True):
                     found[at] = there
@@ -387,11 +386,12 @@ class RedisCluster(Store):
         node = self._nodes[address]
         try:
             yield node
-            if node.moved:
-                self._stale_at, node.moved = 0.0, False
-            if node.down is not None:
-                self._pause(address, node.down, is_skipped=True)
-                self._stale_at, node.down = 0.0, None  # it may have lost its slots while cut off from the others
+            if elsewhere := node.elsewhere:
+                node.elsewhere = {}
+                if Refusal.DOWN in elsewhere:  # it may have lost its slots while cut off from the others
+                    self._pause(address, elsewhere[Refusal.DOWN], is_skipped=True)
+                if Refusal.DOWN in elsewhere or Refusal.MOVED in elsewhere:
+                    self._stale_at = 0.0
         except StoreError as error:
             is_skipped = skips_busy and error.kind == "busy"
             if error.kind in SKIPPED_AFTER:

@@ -144,7 +144,7 @@ class RedisConnection:
 
     def send_on(self, parts: Sequence[bytes | memoryview], deadline: float) -> None:
         """Send more of an exchange."""
-        rest = drop_bytes([memoryview(part) for part in parts], 0)
+        rest = [memoryview(part) for part in parts if part]
         while rest:
             with self._ready(deadline) as connected:  # TLS has no sendmsg
                 sent = connected.send(rest[0]) if self._tls else connected.sendmsg(rest[:MAX_PARTS])

@@ -9,12 +9,13 @@ from __future__ import annotations
 import re
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, cast
 
 from kvoffd.tiers.header import HEADER_BYTES, Block, BlockGroup, decode_header, encode_header
 from kvoffd.tiers.names import block_name, block_names, decode_generation, generation_name
 from kvoffd.tiers.redis_connection import CONNECT_S, HEAD_BYTES, LINE_BYTES, REPLIES_BYTES, Demoted, RedisConnection
+from kvoffd.tiers.redis_replies import ELSEWHERE, Refusal, RefusedReply, refusal_of
 from kvoffd.tiers.store import (
     Credentials,
     GetRequest,
@@ -41,11 +42,6 @@ NEEDED_COMMANDS = (
     "and where the URL names a database +select"
 )
 _FIGURE = re.compile(r"^(maxmemory|used_memory|evicted_keys):([0-9]{1,18})\r?$", re.MULTILINE)
-ELSEWHERE_REPLIES = (b"-MOVED ", b"-ASK ", b"-CLUSTERDOWN ")
-"""Error replies of a cluster's server for a key whose slot it does not own, or not serve."""
-BUSY_REPLIES = (b"-BUSY ", b"-LOADING ", b"-ERR max number of clients ")
-"""Error replies of a server that serves again later: while a script runs, while it loads its data, and to a connection
-beyond its ``maxclients``, which it closes."""
 
 
 class Redis(Store):
@@ -85,14 +81,10 @@ class Redis(Store):
         """Blocks to request once fewer bytes are coming."""
         self._coming_bytes = 0
         """Bytes of requested blocks that have not come yet."""
-        self._clustered = clustered
-        """Whether the server is in a cluster: keys that it does not own now are absent, which is not a failure."""
-        self.elsewhere = 0
-        """Number of answers that a key is elsewhere. ``RedisCluster`` reads it, and resets the two below."""
-        self.moved = False
-        """Whether such an answer said that the slot moved permanently."""
-        self.down: StoreError | None = None
-        """Error of an answer that the cluster does not serve, as one that was just started."""
+        self._absent: Collection[Refusal] = ELSEWHERE if clustered else ()
+        """Refusals that mean an absent key, and no failure: those of a cluster's server that does not own it now."""
+        self.elsewhere: dict[Refusal, StoreError] = {}
+        """The latest of these of each kind. ``RedisCluster`` takes them after each exchange."""
 
     # --- the connection --------------------------------------------------------------------------
 
@@ -138,7 +130,7 @@ class Redis(Store):
             self.send_questions([], deadline, asked)
             for name in asked:
                 try:
-                    found.append(self.generation_answer(name, deadline))
+                    found.append(self.generation_answer(name, deadline) or 0)
                 except StoreError as error:
                     if error.kind != "generation":
                         raise
@@ -149,12 +141,12 @@ class Redis(Store):
     def stored_generation(self, name: bytes, deadline: float) -> int:
         """Return the generation of this name."""
         self.send_questions([], deadline, [name])
-        return self.generation_answer(name, deadline)
+        return self.generation_answer(name, deadline) or 0
 
     def ask(self, group: BlockGroup, keys: Sequence[bytes], deadline: float, *, prefix: bool) -> tuple[int, list[bool]]:
         own_name = generation_name(group.fingerprint)
         self.send_questions(block_names(group, keys), deadline, [own_name])
-        return self.generation_answer(own_name, deadline), self.answers(len(keys), deadline)
+        return self.generation_answer(own_name, deadline) or 0, self.answers(len(keys), deadline)
 
     def touch(self, blocks: Sequence[Block], deadline: float) -> list[bool]:
         self.send_touches([block_name(block.group, block.key) for block in blocks], deadline)
@@ -170,15 +162,20 @@ class Redis(Store):
         blocks, received by ``answers``."""
         self._connection.send([_repeated(b"GET", generations) + _repeated(b"EXISTS", names)], deadline)
 
-    def generation_answer(self, name: bytes, deadline: float) -> int:
-        length = self._value_length(deadline)
-        if isinstance(length, StoreError):
-            self.close()
-            raise length
+    def generation_answer(self, name: bytes, deadline: float) -> int | None:
+        """Receive the generation of this name; None if it is elsewhere in the cluster."""
         text = b""
-        if length is not None:
-            is_short = 0 <= length <= LINE_BYTES
-            text = self._connection.take(length + 2, deadline)[:-2] if is_short else b"of another type, or long"
+        match self._value_length(deadline):
+            case RefusedReply(kind=Refusal.BUSY) as busy:
+                self.close()
+                raise busy.error
+            case RefusedReply(kind=Refusal.WRONG_TYPE):
+                text = b"of another type"
+            case RefusedReply():
+                return None
+            case int(length):
+                is_short = length <= LINE_BYTES
+                text = self._connection.take(length + 2, deadline)[:-2] if is_short else b"long"
         return self._decode_generation(name, text)
 
     def _decode_generation(self, name: bytes, text: bytes) -> int:
@@ -211,14 +208,15 @@ class Redis(Store):
                 break
             self._unasked.popleft()
             self._coming_bytes += request.group.nbytes
-            names.append(block_name(request.group, request.key))
+            names += block_names(request.group, [request.key])
         return [_repeated(b"GET", names)]
 
     def value(self, request: GetRequest, deadline: float) -> Received | StoreError | None:
         """Receive one block, as ``get`` yields it; if it is no block, the connection is closed."""
         received: Received | StoreError | None = None
-        if isinstance(length := self._value_length(deadline), StoreError):
-            received = length
+        length = self._value_length(deadline)
+        if isinstance(length, RefusedReply) and length.kind is not Refusal.WRONG_TYPE:
+            received = length.error if length.kind is Refusal.BUSY else None
         elif length is not None:
             fits = length == HEADER_BYTES + request.group.nbytes
             if not fits or (block := decode_header(self._connection.take(HEADER_BYTES, deadline))) is None:
@@ -257,14 +255,12 @@ class Redis(Store):
     def _put_result(self, deadline: float) -> bool | StoreError | None:
         """Receive one answer, as ``put`` returns it; the error if a busy server refused it."""
         line = self._connection.line(deadline)
-        if self._note_if_elsewhere(line):
-            return None
-        if line.startswith(BUSY_REPLIES):
-            return self._busy(line)
-        if line.startswith(b"-OOM"):
-            return False
-        self._check(line, b"+")
-        return True
+        if (refused := self._refused(line, {Refusal.BUSY, Refusal.FULL})) is None:
+            self._check(line, b"+")
+            return True
+        if refused.kind is Refusal.BUSY:
+            return refused.error
+        return False if refused.kind is Refusal.FULL else None
 
     def remove(self, group: BlockGroup, keys: Sequence[bytes], deadline: float) -> None:
         self.remove_names(block_names(group, keys), deadline)
@@ -320,51 +316,49 @@ class Redis(Store):
         self._send_words(words, deadline)
         self._check(self._connection.line(deadline), b"+")
 
-    def _note_if_elsewhere(self, line: bytes) -> bool:
-        """Return whether a reply says that the key is elsewhere in the cluster, or not served; if so, note that."""
-        found = self._clustered and line.startswith(ELSEWHERE_REPLIES)
-        self.elsewhere += found
-        if found:
-            self.moved = self.moved or line.startswith(b"-MOVED")
-            self.down = self._cluster_down(self._quoted(line[1:])) if line.startswith(b"-CLUSTERDOWN") else self.down
-        return found
-
-    def _cluster_down(self, text: str) -> StoreError:
-        why = "some slots have no master; repair it, or set cluster-require-full-coverage no."
-        return StoreError("cluster", f"The cluster of {self._name} is down ({text}): {why}")
-
-    def _busy(self, line: bytes) -> StoreError:
-        return StoreError("busy", f"{self._name} is busy and answers: {self._quoted(line[1:]).rstrip('.')}.")
+    def _refused(self, line: bytes, expected: Collection[Refusal]) -> RefusedReply | None:
+        """Return an error reply that is no failure: one that is expected, or that means an absent key. Else None."""
+        kind = refusal_of(line)
+        if kind is None or not (kind in expected or kind in self._absent):
+            return None
+        refused = RefusedReply(kind, self._error_of(kind, line))
+        if kind in self._absent:
+            self.elsewhere[kind] = refused.error
+        return refused
 
     def _check(self, line: bytes, kind: bytes) -> bytes:
         """Return the rest of a reply's line of this kind. Raises StoreError for another, and closes the connection."""
         if line[:1] == kind:
             return line[1:]
-        if line[:1] != b"-":
+        if (refusal := refusal_of(line)) is None:
             raise self._connection.protocol_error(f"{self._quoted(line)} is not a reply to the request")
-        self.close()
-        text = self._quoted(line[1:])
-        code = text.partition(" ")[0]
-        if line.startswith(BUSY_REPLIES):
-            raise self._busy(line)
-        if code == "NOPERM":
-            why = f"{self._name} does not permit this user to do that ({text}); it needs {NEEDED_COMMANDS}."
-            raise StoreError("forbidden", why, final=True)
-        if code == "READONLY":
+        if refusal is Refusal.REPLICA:
             self._connection.mark_replica()
-            why = f"{self._name} is a read-only replica ({text.rstrip('.')})"
-            cure = "The name is resolved again before the next write, as after a failover; else name its primary."
-            raise StoreError("refused", f"{why}. {cure}")
-        if code in ("NOAUTH", "WRONGPASS") or "AUTH" in text:
-            why = f"{self._name} refuses the login ({text}); see shared_password_file, which is read at the start."
-            raise StoreError("credentials", why, final=True)
-        if code == "CLUSTERDOWN":
-            raise self._cluster_down(text)
-        if code in ("MOVED", "ASK", "CROSSSLOT"):
-            why = f"{self._name} is in a cluster: name it redis+cluster://, or it changed ({text})."
-            raise StoreError("cluster", why)
+        self.close()
+        raise self._error_of(refusal, line)
+
+    def _error_of(self, refusal: Refusal, line: bytes) -> StoreError:
+        name, text = self._name, self._quoted(line[1:])
+        match refusal:
+            case Refusal.BUSY:
+                return StoreError("busy", f"{name} is busy and answers: {text.rstrip('.')}.")
+            case Refusal.FORBIDDEN:
+                why = f"{name} does not permit this user to do that ({text}); it needs {NEEDED_COMMANDS}."
+                return StoreError("forbidden", why, final=True)
+            case Refusal.REPLICA:
+                cure = "The name is resolved again before the next write, as after a failover; else name its primary."
+                return StoreError("refused", f"{name} is a read-only replica ({text.rstrip('.')}). {cure}")
+            case Refusal.LOGIN:
+                why = f"{name} refuses the login ({text}); see shared_password_file, which is read at the start."
+                return StoreError("credentials", why, final=True)
+            case Refusal.DOWN:
+                why = "some slots have no master; repair it, or set cluster-require-full-coverage no."
+                return StoreError("cluster", f"The cluster of {name} is down ({text}): {why}")
+            case Refusal.MOVED | Refusal.MOVING | Refusal.CROSS_SLOT:
+                why = f"{name} is in a cluster: name it redis+cluster://, or it changed ({text})."
+                return StoreError("cluster", why)
         hint = " Name it redis://." if "cluster support disabled" in text else ""
-        raise StoreError("refused", f"{self._name} answers: {text.rstrip('.')}.{hint}")
+        return StoreError("refused", f"{name} answers: {text.rstrip('.')}.{hint}")
 
     def _quoted(self, line: bytes) -> str:
         """Return a server's text for the log, without the password, which an error about AUTH repeats in part."""
@@ -378,26 +372,24 @@ class Redis(Store):
         is all."""
         answers = self._connection.lines(count, deadline)
         absent, kinds = {b":0"}, set(answers)
-        some = any(line.startswith(b":") for line in kinds)
+        expected: Collection[Refusal] = {Refusal.BUSY} if any(line.startswith(b":") for line in kinds) else ()
         for line in kinds - {b":0", b":1"}:
-            if self._note_if_elsewhere(line) or (some and line.startswith(BUSY_REPLIES)):
+            if self._refused(line, expected) is not None:
                 absent.add(line)
             else:
                 self._check(line, b":")
         return [line not in absent for line in answers]
 
-    def _value_length(self, deadline: float) -> int | StoreError | None:
-        """Return the length of the next value; None for no value, -1 for one of another type, which is not sent; the
-        error if a busy server refuses it."""
+    def _value_length(self, deadline: float) -> int | RefusedReply | None:
+        """Return the length of the next value; None for no value; and why it is not sent, if it is of another type or
+        elsewhere in the cluster, or the server is busy."""
         line = self._connection.line(deadline, HEAD_BYTES)
         if re.fullmatch(rb"\$[0-9]{1,18}", line):
             return int(line[1:])
-        if line == b"$-1" or self._note_if_elsewhere(line):
+        if line == b"$-1":
             return None
-        if line.startswith(b"-WRONGTYPE"):
-            return -1
-        if line.startswith(BUSY_REPLIES):
-            return self._busy(line)
+        if (refused := self._refused(line, {Refusal.BUSY, Refusal.WRONG_TYPE})) is not None:
+            return refused
         text = self._check(line, b"$")
         raise self._connection.protocol_error(f"{self._quoted(text)} is not a length")
 

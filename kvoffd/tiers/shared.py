@@ -5,29 +5,16 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import compress
 from math import inf
 from typing import Any
 
 from kvoffd.pool.slot_table import MAX_KEY_BYTES
-from kvoffd.system.newest import put_newest
 from kvoffd.system.threads import Workers
-from kvoffd.tiers.answers import HIDDEN_S, NO_S, UNKNOWN, Answers
-from kvoffd.tiers.asking_thread import (
-    Answer,
-    Ask,
-    AskingThread,
-    Look,
-    Poll,
-    PollAnswer,
-    Probe,
-    Question,
-    Raise,
-    Unfollowed,
-)
+from kvoffd.tiers.answers import HIDDEN_S, NO_S, Answers
+from kvoffd.tiers.asking_thread import Answered, AskingThread, Question
 from kvoffd.tiers.block_threads import (
     BlockThread,
     ObjectRead,
@@ -36,6 +23,7 @@ from kvoffd.tiers.block_threads import (
     take_batch,
 )
 from kvoffd.tiers.breaker import Breaker
+from kvoffd.tiers.fleet_clears import FleetClears, Poll
 from kvoffd.tiers.generations import Generations
 from kvoffd.tiers.header import (
     Block,
@@ -50,8 +38,6 @@ from kvoffd.tiers.store import (
 )
 from kvoffd.tiers.store_health import StoreHealth
 from kvoffd.tiers.tier import (
-    ABSENT,
-    ASKED,
     READERS_NICE,
     Found,
     ReadEnd,
@@ -64,24 +50,15 @@ from kvoffd.tiers.tier import (
 
 logger = logging.getLogger(__name__)
 
-_IS_UNKNOWN = bytes(state == UNKNOWN for state in range(256))
-MAX_ASKED = 65_536
-"""Keys whose answers may be outstanding."""
 MAX_READS, MAX_WRITES = 4096, 64
 MAX_REMOVALS, REMOVED_AT_ONCE = 16, 1000
 """Tasks that may wait beyond ``MAX_WRITES`` before removals are dropped, and objects of one removal."""
-MAX_NAMESPACES = 65_536
-"""Limit of the namespaces whose last poll for a reset is remembered."""
-POLLED_AT_ONCE = 1024
-"""Namespaces of one poll."""
 MAX_OBJECT_BYTES = 500 * 2**20
 """Limit of a block: Redis accepts values of 512 MiB."""
 READERS = 2
 
 HANGS_S = 0.5
 """Time after its deadline by which an ask must have begun, unless a raise takes its time."""
-RAISE_S = 5.0
-"""Limit for raising a generation, or for checking whether another node did."""
 OLD_WEIGHT = 0.9
 """Weight of earlier samples in the mean duration of asks."""
 
@@ -123,19 +100,13 @@ class SharedTier(Tier):
         self._pool = pool
         self._clock = clock
         self.post = post
-        self._answers = Answers(clock, ask_deadline_s, first.believed_s)
         self.generations = generations or Generations()
         self._poll_next = self.closed = False
         """``_poll_next``: whether a poll is taken next, if one waits."""
-        self._unfollowed: list[Raise] = []
-        """Raises that a peer has not followed yet: ``tick`` asks again."""
-        self._raises = 0
-        """Raises that the asking thread has, which may take ``RAISE_S`` each."""
-        self._asked_keys = 0
         self._writes: dict[tuple[int, bytes], ObjectWrite] = {}
-        self._know_nothing(name)
         threads = [BlockThread(self, store, clock) for store in self._stores[1:]]
-        asks = [AskingThread(self, first, clock).asks]
+        asker = AskingThread(self, first, clock)
+        asks = [lambda questions: [question.run(asker) for question in questions]]
         reads, writes = [one.reads for one in threads[:READERS]], [one.writes for one in threads[READERS:]]
         ends = post, clock
         self._asking = make_workers(
@@ -149,6 +120,8 @@ class SharedTier(Tier):
         self._writing = make_workers(
             "kvoffd-shared-write", writes, lambda error: Result.FAILED, self._write_ended, *ends, take
         )
+        self._answers = Answers(self, listener, first, clock, self._asking.put)
+        self._know_nothing(name)
         if name:
             self._put_due_questions()
 
@@ -156,13 +129,9 @@ class SharedTier(Tier):
         """Start without knowledge of the store of this name."""
         self.name, self.counters = name, TierStats()
         self.health = StoreHealth(self.breaker, self.counters, len(self._pool), self._clock)
+        self.clears = FleetClears(self, self._store, self._clock, self._asking.put, self._answers.clear)
         self.found_at = -inf
-        self._unanswered = False
-        """Whether the last question about keys was not answered."""
-        self._polled_at: dict[bytes, float] = {}
-        """Time of the last poll's answer about each namespace; inf while one is polled."""
-        self._answered_about: dict[bytes, float] = {}
-        """Time of the last answer about each namespace, whose generation is followed since."""
+        self._answers.is_unanswered = False
 
     def become(self, name: str) -> None:
         """Become the tier of another store, while idle."""
@@ -174,7 +143,8 @@ class SharedTier(Tier):
     @property
     def idle(self) -> bool:
         """Whether nothing is being asked, read or written, and all ends were handled."""
-        return not (self._unfollowed or any(one.unfinished for one in (self._asking, self._reading, self._writing)))
+        threads = self._asking, self._reading, self._writing
+        return not (self.clears.unfollowed or any(one.unfinished for one in threads))
 
     def _next_question(self, waiting: deque[Question]) -> list[Question]:
         """Take polls and other questions in turn, so that neither delays the other."""
@@ -190,26 +160,7 @@ class SharedTier(Tier):
     def find(self, group: BlockGroup, keys: Sequence[bytes], *, prefix: bool) -> Found:
         if not self.available():
             return Found(bytes(len(keys)))
-        question: Ask | None = None
-        states = self._answers.states(group.tag, keys)
-        first, end = 0, len(keys)  # the keys that may be asked for
-        if not prefix:  # the last ones, known or not: else each lookup that waits would ask further from the end
-            first = max(0, end - self._store.most_window_keys)
-        elif (gap := states.find(ABSENT)) >= 0:  # keys behind a gap are useless
-            end = gap
-        unknown = list(compress(range(first, end), states[first:end].translate(_IS_UNKNOWN)))
-        if places := unknown[: MAX_ASKED - self._asked_keys]:
-            span = slice(places[0], places[-1] + 1)  # all that are unknown in it are asked for
-            states[span] = states[span].replace(bytes([UNKNOWN]), bytes([ASKED]))
-            asks_all = len(places) == len(keys)
-            asked = keys if asks_all else list(map(keys.__getitem__, places))
-            self._answers.asked(group.tag, asked)
-            self._asked_keys += len(asked)
-            self.counters.asked_keys += len(asked)
-            ask = Ask(group, asked, prefix, self._clock() + self.ask_deadline_s)
-            self._asking.put(ask)
-            question = ask if asks_all else None
-        return Found(bytes(states).replace(bytes([UNKNOWN]), bytes([ABSENT])), question)
+        return self._answers.find(group, keys, prefix=prefix)
 
     # --- reading, writing, removing --------------------------------------------------------------
 
@@ -281,8 +232,9 @@ class SharedTier(Tier):
         return bool(self.health.refusal)
 
     def is_down(self) -> bool:
-        servers = self._store.servers or ()
-        return self._unanswered or not self.available() or not all(one.answers for one in servers)
+        servers = self._store.servers
+        is_whole = servers is None or servers.all_answer
+        return self._answers.is_unanswered or not (is_whole and self.available())
 
     @property
     def lifetime_bytes(self) -> int:
@@ -300,9 +252,7 @@ class SharedTier(Tier):
         """
         if not self.name:  # no peer has this place yet
             return
-        for request in self._unfollowed:
-            self._put_raise(request)
-        self._unfollowed.clear()
+        self.clears.tick()
         if self.breaker.open:
             self._reading.end((Result.FAILED, None))
         if self.health.becomes_steady() and not self.may_be_away:
@@ -311,13 +261,13 @@ class SharedTier(Tier):
         if self._store.servers is not None:
             for name, error in self._store.servers.take_skipped().items():
                 self._error(f"{error.kind} {name}", error.sentence)
-        if self._asking.longest_s > HANGS_S + (RAISE_S if self._raises else 0.0):
+        if self._asking.longest_s > HANGS_S + self.clears.longest_s:
             self._end_overdue()
 
     def _end_overdue(self) -> None:
         """End what the asking thread, which hangs, as in name resolution, should have begun; open the breaker."""
         begun_by = self._clock() - HANGS_S
-        overdue = self._asking.end(None, lambda one: isinstance(one, Ask | Poll) and one.deadline < begun_by)
+        overdue = self._asking.end(None, lambda question: question.deadline < begun_by)
         if overdue and not self.breaker.open:
             self.breaker.failed("ask", at_once=True)
             why = f"Connecting to {self.name} takes too long; check its name and the network."
@@ -352,119 +302,14 @@ class SharedTier(Tier):
                 store.close()
         return all(ended)
 
-    # --- generations of namespaces ---------------------------------------------------------------
-
-    def raise_generation(self, fingerprint: bytes, generation: int, cleared_at: int) -> Raise:
-        """Begin to void a namespace's blocks for all nodes; the result shows when that has ended, and how.
-        ``cleared_at``: see ``Store.clear``."""
-        request = Raise(fingerprint, generation, cleared_at, self._clock() + RAISE_S)
-        if not (self.breaker.silent or self.closed):
-            self._put_raise(request)
-        else:
-            request.ended, request.problem = True, self.health.problem or f"{self.name} has not been reached yet."
-        return request
-
-    def _put_raise(self, request: Raise) -> None:
-        self._raises += 1
-        self._asking.put(request)
-
-    def poll(self, fingerprints: Iterable[bytes]) -> None:
-        """Check whether namespaces' blocks were voided for all nodes, unless that was done recently. Once that is due
-        for one of them, one question is about all."""
-        if not self.name or self.breaker.silent or self.closed:
-            return
-        now = self._clock()
-        polled_at = {one: at for one in fingerprints if (at := self._polled_at.get(one, -inf)) < inf}
-        if any(now >= at + self._store.poll_s for at in polled_at.values()):
-            self._put_polls(list(polled_at))
-
-    def _put_polls(self, fingerprints: Sequence[bytes]) -> None:
-        for first in range(0, len(fingerprints), POLLED_AT_ONCE):
-            asked = fingerprints[first : first + POLLED_AT_ONCE]
-            for one in asked:
-                put_newest(self._polled_at, one, inf, MAX_NAMESPACES)
-            self._asking.put(Poll(asked, self._clock() + RAISE_S))
-
-    def tell(self, fingerprints: Iterable[bytes]) -> None:
-        """Have a peer hear of the generations that namespaces have here now.
-
-        A store hears of them from the node that cleared: all nodes at once would raise them several times.
-        """
-        if self._store.follows and self.name and not (self.breaker.silent or self.closed):
-            self._put_polls(list(fingerprints))
-
-    def answered_about(self, fingerprint: bytes) -> float:
-        """Return the time of the store's last answer about a namespace; -inf without one."""
-        return self._answered_about.get(fingerprint, -inf)
-
-    def _record_generation(self, fingerprint: bytes, generation: int) -> None:
-        if self.generations.hear(fingerprint, generation):
-            logger.info("The blocks of a namespace in %s are void: its generation is %d now.", self.name, generation)
-            self._answers.clear()  # of all namespaces: voiding is rare, and answers are short-lived
-
     # --- what has ended, in the daemon's thread --------------------------------------------------
 
-    def _question_ended(self, question: Question, result: Any) -> None:
-        self.health.question_ended()
-        if isinstance(question, Probe):
-            self.health.probed()
-        elif isinstance(question, Look):
-            self.health.looked(result)
-        elif isinstance(question, Ask):
-            self._ask_ended(question, result if isinstance(result, Answer) else None)
-        elif isinstance(question, Poll):
-            self._poll_ended(question, result if isinstance(result, PollAnswer) else None)
-        else:
-            self._raise_ended(question, result)
-
-    def _raise_ended(self, request: Raise, result: int | Exception) -> None:
-        self._raises -= 1
-        if isinstance(result, int):
-            self._record_generation(request.fingerprint, result)
-            request.ended, request.problem = True, ""
-            return
-        request.problem = str(result) or repr(result)
-        request.ended = not isinstance(result, Unfollowed) or self._clock() >= request.deadline
-        if not request.ended:
-            self._unfollowed.append(request)
-
-    def _poll_ended(self, poll: Poll, answer: PollAnswer | None) -> None:
-        now = self._clock()
-        self._polled_at.update((one, now) for one in poll.fingerprints if one in self._polled_at)
-        if answer is not None:
-            self._record_duration(answer.seconds)
-            for fingerprint, generation in zip(poll.fingerprints, answer.generations, strict=True):
-                if generation is not None:
-                    self._record_answer(fingerprint, generation)
-
-    def _record_duration(self, seconds: float) -> None:
-        earlier = self.counters.ask_seconds or seconds
-        self.counters.ask_seconds = OLD_WEIGHT * earlier + (1 - OLD_WEIGHT) * seconds
-
-    def _record_answer(self, fingerprint: bytes, generation: int) -> None:
-        """Record that the store has answered about a namespace, and its generation there."""
-        self._record_generation(fingerprint, generation)
-        put_newest(self._answered_about, fingerprint, self._clock(), MAX_NAMESPACES)
-
-    def _ask_ended(self, ask: Ask, answer: Answer | None) -> None:
-        fingerprint, found = ask.group.fingerprint, [False] * len(ask.keys)
-        self._asked_keys -= len(ask.keys)
-        if answer is None:
-            self.counters.unanswered_keys += len(ask.keys)
-        else:
-            self._record_duration(answer.seconds)
-            self._record_answer(fingerprint, answer.generation)
-            if answer.generation == self.generations.fleet(fingerprint):  # else the blocks are void by now
-                found = answer.found
-                if count := sum(found):
-                    self.counters.found_keys += count
-                    self.found_at = self._clock()
-        self._unanswered = answer is None
-        self._answers.record(ask.group.tag, ask.keys, found)
-        if ask.prefix and False in found:
-            gap = found.index(False)
-            found = [True] * gap + [False] * (len(found) - gap)
-        self._listener.answered(self, ask.group, ask.keys, found, ask)
+    def _question_ended(self, question: Question, answer: Any) -> None:
+        self.health.asked_at = self._clock()
+        if isinstance(answer, Answered):
+            earlier = self.counters.ask_seconds or answer.seconds
+            self.counters.ask_seconds = OLD_WEIGHT * earlier + (1 - OLD_WEIGHT) * answer.seconds
+        question.end(answer)
 
     def _read_ended(self, read: ObjectRead, ended: tuple[Result, Block | None]) -> None:
         result, block = ended

@@ -63,11 +63,16 @@ class Server(NamedTuple):
 
 
 class Servers:
-    """State of a store's servers, from the connections of all threads."""
+    """State of a store's servers, from the connections of all threads.
+
+    Attributes:
+        all_answer: whether all of them answered when they were last asked.
+    """
 
     def __init__(self, *names: str) -> None:
         self._lock = threading.Lock()
         self._known = {name: Server(name) for name in names}
+        self.all_answer = True
         self._skipped: dict[str, StoreError] = {}
 
     def __iter__(self) -> Iterator[Server]:
@@ -77,18 +82,21 @@ class Servers:
     def update(self, names: Iterable[str]) -> None:
         """Set the servers that the store has now."""
         with self._lock:
-            self._known = {name: self._known.get(name) or Server(name) for name in names}
+            self._set({name: self._known.get(name) or Server(name) for name in names})
+
+    def _set(self, known: dict[str, Server]) -> None:
+        self._known, self.all_answer = known, all(server.answers for server in known.values())
 
     def answered(self, name: str) -> None:
         with self._lock:
             if name in self._known:
-                self._known[name] = self._known[name]._replace(answers=True)
+                self._set({**self._known, name: self._known[name]._replace(answers=True)})
 
     def failed(self, name: str, error: StoreError, *, is_skipped: bool) -> None:
         """Record a failure. ``is_skipped``: the store continues without the server, so nobody raises the error."""
         with self._lock:
             if name in self._known:
-                self._known[name] = Server(name, False, error.sentence)
+                self._set({**self._known, name: Server(name, False, error.sentence)})
                 if is_skipped:
                     self._skipped[name] = error
 

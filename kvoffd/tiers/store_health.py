@@ -1,11 +1,13 @@
-"""Whether a store answers, accepts writes and has space, as the tier over it knows, and when to ask for that."""
+"""Whether a store answers, accepts writes and has space, as the tier over it knows, and the questions about that."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
-from kvoffd.tiers.asking_thread import Look, Probe
+from kvoffd.tiers.asking_thread import AskingThread, Question
+from kvoffd.tiers.block_threads import NO_ANSWER
 from kvoffd.tiers.breaker import Breaker
 from kvoffd.tiers.fullness import Fullness
 from kvoffd.tiers.store import StoreError, StoreUsage
@@ -13,6 +15,8 @@ from kvoffd.tiers.tier import TierStats
 
 logger = logging.getLogger(__name__)
 
+PROBE_S, LOOK_DEADLINE_S = 1.0, 0.5
+"""Limits for the answer to a probe, and about how full the store is."""
 QUIET_S = 10.0
 """Time without a question after which the store is probed, so that operators learn if it is gone."""
 LOOK_S, SILENT_LOOK_S = 10.0, 600.0
@@ -37,6 +41,7 @@ class StoreHealth:
     Attributes:
         problem: last failure of the whole store, a sentence.
         fullness: how full it is.
+        asked_at: time when a question last ended, in whatever way.
     """
 
     def __init__(self, breaker: Breaker, counters: TierStats, pool_bytes: int, clock: Callable[[], float]) -> None:
@@ -49,8 +54,8 @@ class StoreHealth:
         """Time until which the last refusal of a write is reported."""
         self._looking = self._probing = False
         """Whether a ``Look`` and a ``Probe`` are under way."""
-        self._look_at = self._asked_at = clock()
-        """Time of the next ``Look``, and when a question last ended, in whatever way."""
+        self._look_at = self.asked_at = clock()
+        """``_look_at``: time of the next ``Look``."""
         self._steady_at = 0.0
         """Time from which on a store that is reachable then is steadily reachable."""
         self._is_steady = False
@@ -86,19 +91,16 @@ class StoreHealth:
         now = self._clock()
         if not (self._looking or self._breaker.open) and (now >= self._look_at or self.fullness.wrote_much()):
             self._looking = True
-            yield Look()
-        if not self._probing and now >= (self._breaker.probe_at if self._breaker.open else self._asked_at + QUIET_S):
+            yield Look(self)
+        if not self._probing and now >= (self._breaker.probe_at if self._breaker.open else self.asked_at + QUIET_S):
             self._probing = True
-            yield Probe()
-
-    def question_ended(self) -> None:
-        self._asked_at = self._clock()
+            yield Probe(self)
 
     def probed(self) -> None:
         self._probing = False
 
     def looked(self, found: StoreUsage | Exception | None) -> None:
-        """Record the end of a ``Look``: see ``AskingThread``."""
+        """Record the end of a ``Look``."""
         self._looking, self._look_at = False, self._clock() + (SILENT_LOOK_S if found is None else LOOK_S)
         if not isinstance(found, Exception):
             self.fullness.looked(found)
@@ -118,3 +120,47 @@ class StoreHealth:
         if now >= self._logged_at + LOGGED_S and error.kind == "internal":
             self._logged_at = now
             logger.error("A shared store failed unexpectedly.", exc_info=error.__cause__)
+
+
+@dataclass(slots=True, eq=False)
+class Probe(Question):
+    """Checks whether the store serves at all, and tells the breaker."""
+
+    health: StoreHealth
+
+    def run(self, asker: AskingThread) -> None:
+        answers = False
+        try:
+            asker.store.connect()
+            asker.store.ping(asker.clock() + PROBE_S)
+            answers = True
+        except Exception as error:
+            asker.report(error)
+        if asker.breaker.open:
+            asker.breaker.probed(answers)
+        elif not answers:
+            asker.breaker.failed("ask", at_once=True)
+
+    def end(self, answer: object) -> None:
+        self.health.probed()
+
+
+@dataclass(slots=True, eq=False)
+class Look(Question):
+    """Asks how full the store is."""
+
+    health: StoreHealth
+
+    def run(self, asker: AskingThread) -> StoreUsage | Exception | None:
+        """Return the store's answer; None if it gives none, as to a user without permission; or the failure."""
+        try:
+            asker.store.connect()
+            return asker.store.usage(asker.clock() + LOOK_DEADLINE_S)
+        except StoreError as error:
+            if error.kind not in NO_ANSWER:
+                return None
+            asker.report(error)
+            return error
+
+    def end(self, answer: StoreUsage | Exception | None) -> None:
+        self.health.looked(answer)

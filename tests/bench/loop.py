@@ -36,7 +36,7 @@ from kvoffd.system.mappings import HostMapping
 from kvoffd.system.threads import Workers
 from kvoffd.tiering import TieringSettings
 from kvoffd.tiering.tiering import Tiering
-from kvoffd.tiers.asking_thread import Answer, Ask
+from kvoffd.tiers.answers import Answer, Ask
 from kvoffd.tiers.shared import SharedTier
 from kvoffd.tiers.store import Credentials, open_store
 from kvoffd.transfer.engine import CopyEngine, Transfer
@@ -465,9 +465,9 @@ def unknown(pool_bytes: int) -> Result:
     def look_up() -> None:
         keys = daemon.keys(daemon.service.config.limits.max_keys_per_request)
         daemon.ask(scheduler, m.Lookup(1, name_of(0), (1 << 32) + next(leases), [m.GroupKeys(0, keys)]))
-        asked = tier._asked_keys
+        asked = tier._answers.asked_keys
         assert asked == len(keys) // KEY_BYTES
-        answer = Answer(0, [False] * asked, 0.001)
+        answer = Answer(0.001, 0, [False] * asked)
         daemon.turn(lambda: (tier._asking.end(answer, lambda one: isinstance(one, Ask)), service.outgoing()))
         daemon.settle()
 

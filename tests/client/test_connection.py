@@ -17,7 +17,9 @@ import pytest
 import zmq
 
 from kvoffd_client import (
+    AdminClient,
     ClientOptions,
+    DaemonUnavailable,
     ForkedProcess,
     NamespaceSpec,
     Registration,
@@ -191,6 +193,20 @@ def test_waiting_needs_no_further_descriptor(fake: FakeDaemon, monkeypatch: pyte
         wait_until(lambda: scheduler.ready)
         monkeypatch.setattr(os, "eventfd", Mock(side_effect=OSError(errno.EMFILE, "Too many open files")))
         assert scheduler.lookup(KEYS).wait(5)
+
+
+def test_a_client_without_a_descriptor_for_its_sockets_says_so_and_tries_again(
+    fake: FakeDaemon, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(zmq.Context, "socket", Mock(side_effect=zmq.ZMQError(errno.EMFILE)))
+        with AdminClient(fake.directory) as admin, pytest.raises(DaemonUnavailable, match="Too many open files"):
+            admin.stats()
+        scheduler = SchedulerClient(fake.directory, SPEC, options=QUICK)
+        wait_until(lambda: "Too many open files" in (scheduler.problem or ""))
+    with scheduler:
+        wait_until(lambda: scheduler.ready)
+    assert "Internal error" not in caplog.text
 
 
 def test_descriptors_that_nobody_asked_for_are_closed(fake: FakeDaemon, worker: WorkerClient) -> None:

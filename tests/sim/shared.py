@@ -12,11 +12,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kvoffd.pool.checksums import digest
-from kvoffd.tiers.asking_thread import Ask, Look, Poll
+from kvoffd.tiers.answers import Ask
+from kvoffd.tiers.fleet_clears import Poll
 from kvoffd.tiers.header import HEADER_BYTES, Block, BlockGroup, decode_header, encode_header, make_block_group
 from kvoffd.tiers.names import block_name, block_names
 from kvoffd.tiers.shared import SharedTier
 from kvoffd.tiers.store import GetRequest, PutRequest, Received, Store, StoreError
+from kvoffd.tiers.store_health import Look
 from kvoffd.tiers.tier import ReadEnd, Result
 from tests.sim.clock import Broken, Clock, Stops
 from tests.sim.content import Content

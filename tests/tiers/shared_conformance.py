@@ -115,14 +115,14 @@ class SharedConformance:
             ours.take_voided()
 
             def heard(raised: list[bytes] = raised) -> bool:
-                theirs.tier.poll(every)
+                theirs.tier.clears.poll(every)
                 return theirs.tier.generations.voided == set(raised)
 
             theirs.until(heard)
             assert theirs.take_voided() == set(raised)
             fleets = [[rig.tier.generations.fleet(one) for one in every] for rig in (ours, theirs)]
             assert fleets[0] == fleets[1]
-        assert all(theirs.tier.answered_about(fingerprint) > 0 for fingerprint in every)
+        assert all(theirs.tier.clears.answered_about(fingerprint) > 0 for fingerprint in every)
 
     def test_nothing_is_written_twice(self, node: Nodes) -> None:
         ours, theirs = node(), node()

@@ -12,7 +12,7 @@ from random import Random
 from typing import ClassVar
 
 from kvoffd.pool.checksums import digest
-from kvoffd.tiers.asking_thread import Raise
+from kvoffd.tiers.fleet_clears import Raise
 from kvoffd.tiers.generations import Generations, Resets
 from kvoffd.tiers.header import Block, BlockGroup, make_block_group, stored_group
 from kvoffd.tiers.names import block_name
@@ -137,7 +137,7 @@ class SharedRig:
 
     def raise_generation(self, fingerprint: bytes) -> Raise:
         """Make all of a namespace void for all nodes; ended, with what went wrong."""
-        one = self.tier.raise_generation(fingerprint, self.tier.generations.next_of_all(fingerprint), 0)
+        one = self.tier.clears.raise_generation(fingerprint, self.tier.generations.next_of_all(fingerprint), 0)
         self.until(lambda: one.ended)
         return one
 

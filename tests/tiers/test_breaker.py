@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from kvoffd.tiers.asking_thread import PROBE_S
 from kvoffd.tiers.breaker import PAUSE_S, Breaker
 from kvoffd.tiers.redis_connection import CONNECT_S
+from kvoffd.tiers.store_health import PROBE_S
 from tests.kit.clock import Clock
 
 TICK_S = 0.25

@@ -347,15 +347,15 @@ def test_a_shorter_copy_that_is_not_removed_is_counted_and_remains_as_short(
 
 
 def test_memory_of_namespaces_is_bounded(rig: SharedRig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvoffd.tiers.shared.MAX_NAMESPACES", 10)
+    monkeypatch.setattr("kvoffd.tiers.fleet_clears.MAX_NAMESPACES", 10)
     asked = [number.to_bytes(32, "big") for number in range(100)]
     for fingerprint in asked:
-        rig.tier.poll([fingerprint])
+        rig.tier.clears.poll([fingerprint])
         block = rig.block(1, fingerprint=fingerprint)
         assert rig.ask(block) == [Answer.NO]
-    assert list(rig.tier._polled_at) == asked[-10:]
-    rig.tier.poll(asked)
-    assert list(rig.tier._polled_at) == asked[-10:]
+    assert list(rig.tier.clears.polled_at) == asked[-10:]
+    rig.tier.clears.poll(asked)
+    assert list(rig.tier.clears.polled_at) == asked[-10:]
     assert not list(rig.tier.generations), "none was raised"
 
 
@@ -385,7 +385,7 @@ def test_a_peer_that_has_the_raised_number_already_is_not_asked_for_one_more(
     rig.store(rig.block(1))
     raised = rig.tier.generations.next_of_all(ONE)
     store.values[generation_name(ONE)] = b"%d" % raised
-    one = rig.tier.raise_generation(ONE, raised, 0)
+    one = rig.tier.clears.raise_generation(ONE, raised, 0)
     rig.until(lambda: one.ended)
     assert not one.problem
     assert store.values[generation_name(ONE)] == b"%d" % (raised + (not follows))
@@ -429,12 +429,12 @@ def test_a_raise_that_takes_its_time_is_no_store_that_hangs(
     store: FaultyStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As at a slow bucket: lookups get no answer for that time, and reads go on."""
-    monkeypatch.setattr("kvoffd.tiers.shared.RAISE_S", 60.0)
+    monkeypatch.setattr("kvoffd.tiers.fleet_clears.RAISE_S", 60.0)
     monkeypatch.setattr("kvoffd.tiers.redis_connection.STALL_S", 60.0)
     rig = SharedRig(store.url, ask_deadline_s=0.01).reachable()
     rig.until(lambda: not rig.tier._asking.unfinished)
     store.answering.clear()
-    one = rig.tier.raise_generation(ONE, rig.tier.generations.next_of_all(ONE), 0)
+    one = rig.tier.clears.raise_generation(ONE, rig.tier.generations.next_of_all(ONE), 0)
     rig.question([key_of(1)], prefix=False)
     rig.until(lambda: rig.tier._asking.longest_s > HANGS_S + 0.5)
     store.answering.set()
@@ -447,7 +447,7 @@ def test_a_peer_that_has_not_followed_is_asked_again_and_holds_no_question_up(
     rig: SharedRig, monkeypatch: pytest.MonkeyPatch, follows_after: int | None
 ) -> None:
     monkeypatch.setattr(Redis, "follows", True)
-    monkeypatch.setattr("kvoffd.tiers.shared.RAISE_S", 2.0)
+    monkeypatch.setattr("kvoffd.tiers.fleet_clears.RAISE_S", 2.0)
     rig.store(block := rig.block(1, fingerprint=OTHER))
     right, calls = rig.tier._store.raise_generation, count(1)
 
@@ -457,7 +457,7 @@ def test_a_peer_that_has_not_followed_is_asked_again_and_holds_no_question_up(
         raise StoreError(UNKEPT, f"It has not, {number} times.")
 
     monkeypatch.setattr(rig.tier._store, "raise_generation", unkept)
-    one = rig.tier.raise_generation(ONE, rig.tier.generations.next_of_all(ONE), 0)
+    one = rig.tier.clears.raise_generation(ONE, rig.tier.generations.next_of_all(ONE), 0)
     rig.until(lambda: bool(one.problem))
     assert not one.ended
     assert rig.ask_anew(block) == [Answer.YES], "while it is asked again"
@@ -481,12 +481,12 @@ def test_a_store_that_only_fails_to_read_hears_of_a_clear_and_tells_of_one(
     raised = int(store.values[generation_name(ONE)])
     assert raised == rig.tier.generations.fleet(ONE) > 0
     store.values[generation_name(ONE)] = b"%d" % (raised + 1)
-    rig.tier.poll([ONE])
+    rig.tier.clears.poll([ONE])
     rig.until(lambda: rig.tier.generations.fleet(ONE) == raised + 1)
     assert not rig.tier.available(), "nothing is read yet"
     store.delay_s = 600.0
     while not rig.tier.breaker.silent:
-        rig.tier.poll([ONE])
+        rig.tier.clears.poll([ONE])
         rig.until(lambda: rig.tier._asking.unfinished == 0)
     assert rig.raise_generation(ONE).problem, "one that answers nothing is not waited for"
 
@@ -589,12 +589,12 @@ def test_one_poll_asks_about_all_namespaces_and_one_without_a_number_hides_no_ot
     store.values.update((generation_name(one), b"%d" % (1 + at)) for at, one in enumerate(every) if at % 2)
     store.forced_values.update({generation_name(every[at]): reply for at in (3, 4, 29)})
     asked = store.commands.get(b"GET", 0)
-    rig.tier.poll(every)
+    rig.tier.clears.poll(every)
     assert rig.tier._asking.unfinished <= 3, "one question besides those of the store's health"
-    rig.until(lambda: rig.tier.answered_about(every[28]) > 0)
+    rig.until(lambda: rig.tier.clears.answered_about(every[28]) > 0)
     right = [at for at in range(1, 30, 2) if at not in (3, 29)]
     assert dict(rig.tier.generations) == {every[at]: 1 + at for at in right}
-    assert [at for at, one in enumerate(every) if rig.tier.answered_about(one) < 0] == [3, 4, 29]
+    assert [at for at, one in enumerate(every) if rig.tier.clears.answered_about(one) < 0] == [3, 4, 29]
     assert (rig.kinds, rig.tier.available()) == ({"generation": 3}, True)
     assert store.commands[b"GET"] - asked <= 3 * len(every), "the rest is asked for again after each"
 
@@ -607,10 +607,10 @@ def test_a_store_that_keeps_no_generation_hides_none_of_a_poll(store: FaultyStor
     rig = SharedRig(store.url, generations=dict.fromkeys(every, 5)).reachable()
     store.forced[b"SET"] = b"-NOPERM User reader has no permissions to run the 'set' command\r\n"
     store.values.update({generation_name(cleared): b"6", generation_name(other): last})
-    rig.tier.poll([cleared, *lost, other])
-    rig.until(lambda: rig.tier.answered_about(cleared) > 0)
+    rig.tier.clears.poll([cleared, *lost, other])
+    rig.until(lambda: rig.tier.clears.answered_about(cleared) > 0)
     assert cleared in rig.take_voided()
-    assert all(rig.tier.answered_about(one) > 0 for one in lost)
+    assert all(rig.tier.clears.answered_about(one) > 0 for one in lost)
     assert rig.tier.breaker.opened == 0
     assert "+set" in rig.tier.health.refusal
 
@@ -622,25 +622,25 @@ def test_a_poll_gives_no_generation_back_over_a_number_that_no_node_can_have_wri
     monkeypatch.setattr(rig.tier._store, "generations", lambda fingerprints, deadline: [-1, 6])
     raised = Mock(return_value=7)
     monkeypatch.setattr(rig.tier._store, "raise_generation", raised)
-    rig.tier.poll([ONE, OTHER])
-    rig.until(lambda: rig.tier.answered_about(OTHER) > 0)
+    rig.tier.clears.poll([ONE, OTHER])
+    rig.until(lambda: rig.tier.clears.answered_about(OTHER) > 0)
     assert [call.args[:3] for call in raised.call_args_list] == [(OTHER, 6, 7)]
-    assert rig.tier.answered_about(ONE) < 0
+    assert rig.tier.clears.answered_about(ONE) < 0
     assert rig.kinds == {"generation": 1}
 
 
 def test_all_namespaces_are_polled_together_once_one_is_due(store: FaultyStore, rig: SharedRig) -> None:
     """However far apart they were opened: else each would be a question of its own for ever."""
     now = time.monotonic()
-    rig.tier._polled_at.update({ONE: now - 2.0, OTHER: now - 1.0})
-    rig.tier.poll([ONE, OTHER])
-    assert (rig.tier._polled_at[ONE], rig.tier._polled_at[OTHER]) == (now - 2.0, now - 1.0)
-    rig.tier._polled_at[ONE] = now - Redis.poll_s
+    rig.tier.clears.polled_at.update({ONE: now - 2.0, OTHER: now - 1.0})
+    rig.tier.clears.poll([ONE, OTHER])
+    assert (rig.tier.clears.polled_at[ONE], rig.tier.clears.polled_at[OTHER]) == (now - 2.0, now - 1.0)
+    rig.tier.clears.polled_at[ONE] = now - Redis.poll_s
     asked = store.commands.get(b"GET", 0)
-    rig.tier.poll([ONE, OTHER])
-    rig.until(lambda: min(map(rig.tier.answered_about, (ONE, OTHER))) > 0)
+    rig.tier.clears.poll([ONE, OTHER])
+    rig.until(lambda: min(map(rig.tier.clears.answered_about, (ONE, OTHER))) > 0)
     assert store.commands[b"GET"] - asked == 2
-    assert rig.tier._polled_at[ONE] == rig.tier._polled_at[OTHER] > now
+    assert rig.tier.clears.polled_at[ONE] == rig.tier.clears.polled_at[OTHER] > now
 
 
 @pytest.mark.parametrize("follows", [True, False])
@@ -649,10 +649,10 @@ def test_a_peer_is_told_at_once_of_a_clear_and_a_store_is_not(
 ) -> None:
     """All nodes that hear of it would raise the store's number at once, by what it lacked: far above the time."""
     monkeypatch.setattr(Redis, "follows", follows)
-    rig.tier.poll([ONE])
-    rig.until(lambda: rig.tier.answered_about(ONE) > 0)
+    rig.tier.clears.poll([ONE])
+    rig.until(lambda: rig.tier.clears.answered_about(ONE) > 0)
     assert rig.tier.generations.hear(ONE, 7)
-    rig.tier.tell([ONE])
+    rig.tier.clears.tell([ONE])
     if follows:
         rig.until(lambda: store.values.get(generation_name(ONE)) == b"7")
     else:

@@ -11,8 +11,8 @@ import pytest
 
 from kvoffd.system.threads import Workers
 from kvoffd.tiers import answers as module
-from kvoffd.tiers.answers import HIDDEN_S, NO_S, YES_S
-from kvoffd.tiers.asking_thread import Answer, Ask, AskingThread
+from kvoffd.tiers.answers import HIDDEN_S, NO_S, YES_S, Answer, Ask
+from kvoffd.tiers.asking_thread import AskingThread
 from kvoffd.tiers.header import HEADER_BYTES, Block, encode_header, make_block_group
 from kvoffd.tiers.shared import SharedTier as Tier
 from kvoffd.tiers.store import Credentials, open_store
@@ -60,7 +60,7 @@ class Rig:
     def answer(self, found: bool, generation: int = 0) -> None:
         """Answer all that is asked."""
         for ask in [one for one in self.tier._asking._waiting if isinstance(one, Ask)]:
-            self.tier._asking.end(Answer(generation, [found] * len(ask.keys), 0.001), partial(is_, ask))
+            self.tier._asking.end(Answer(0.001, generation, [found] * len(ask.keys)), partial(is_, ask))
 
     def find(self, keys: Sequence[bytes] = (KEY,), *, prefix: bool = True) -> list[int]:
         return list(self.tier.find(GROUP, keys, prefix=prefix).states)
@@ -226,7 +226,7 @@ def test_what_was_found_before_a_clear_is_not_found_by_its_generation(
     monkeypatch.setattr(store, "keys_at_once", 1)
     monkeypatch.setattr(store, "connect", lambda: None)
     monkeypatch.setattr(store, "ask", lambda *_, **__: next(left, (generation, [False])))
-    asking = AskingThread(rig.tier, store, rig.clock)
-    (answer,) = asking.asks([Ask(GROUP, [KEY, b"l" * 32], False, rig.clock() + 10.0)])
-    assert isinstance(answer, Answer)
+    ask = Ask(rig.tier._answers, GROUP, [KEY, b"l" * 32], False, rig.clock() + 10.0)
+    answer = ask.run(AskingThread(rig.tier, store, rig.clock))
+    assert answer is not None
     assert (answer.generation, answer.found) == (generation, found)

@@ -218,7 +218,8 @@ def test_silent_servers_are_not_all_asked_for_the_masters_by_one_call(
     with ExitStack() as servers:
         silent = [servers.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname() for _ in range(5)]
         known = Masters((*silent[1:], ("127.0.0.1", store.port)))
-        cluster = redis_cluster.RedisCluster(*silent[0], Credentials(), Servers(), known, tls=False)
+        host, port = silent[0]
+        cluster = redis_cluster.RedisCluster(host, port, Credentials(), Servers(), known, tls=False)
         for host, port in silent:
             with pytest.raises(StoreError, match=f"{host}:{port} is closed"):
                 cluster.connect()

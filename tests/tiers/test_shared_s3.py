@@ -508,7 +508,7 @@ def test_a_window_costs_few_requests_however_often_it_is_looked_up(bucket: Fault
     bucket.requests.clear()
     for _ in range(3):
         rig.question(keys, prefix=False)
-        rig.until(lambda: not rig.tier._asked_keys)
+        rig.until(lambda: not rig.tier._answers.asked_keys)
     assert bucket.requests["HEAD"] == S3.most_window_keys
 
 
