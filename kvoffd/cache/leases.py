@@ -138,7 +138,7 @@ class Leases:
             self._claims.pop(lease.session, None)
         else:
             self._life.return_unpinned(self._blocks.end_lease(fresh))
-            self.unpin_some()  # leases that have ended must not keep this one small
+            self._unpin_for(lease.session, int(self._blocks.pages[fresh].sum()) * PAGE_BYTES)
             found = self._cut(lease, found)
             fresh, newly_leased_bytes = self._lease_fresh(lease, _ready_of(found))
         _add(lease, fresh, newly_leased_bytes)
@@ -160,6 +160,13 @@ class Leases:
         held.leases[lease], lease.held = None, held
         self.by_id.pop(lease.lease_id, None)  # one that has ended: the place of its key is by its deadline
         self.by_id[lease.lease_id] = lease
+
+    def _unpin_for(self, session: int, nbytes: int) -> None:
+        """Unpin blocks of ended leases, which must not keep a new one small, until a session may pin these bytes."""
+        fits_share = self.of(session).nbytes + nbytes <= self._share_bytes(session)
+        most_bytes = self.most_bytes if fits_share else self.most_bytes // 2
+        while self._to_unpin and self._blocks.pinned_bytes + nbytes > most_bytes:
+            self.unpin_some()
 
     def _lease_fresh(self, lease: Lease, ready: BlockIds) -> tuple[BlockIds, int]:
         """Pin the READY blocks that a lease does not have. Returns these, and the bytes that no lease pinned before."""

@@ -129,12 +129,14 @@ class PeerServer:
         if len(wanted.others) % FINGERPRINT_BYTES or count > MAX_FOLLOWED:
             raise ValueError
         self._hear(wanted.fingerprint, wanted.generation)
-        if wanted.cleared_at and len(self._generations.voided) < MAX_VOIDED:
-            self._generations.void_before(wanted.fingerprint, wanted.generation, wanted.cleared_at)
         places = range(0, len(wanted.others), FINGERPRINT_BYTES)
         others = [wanted.others[at : at + FINGERPRINT_BYTES] for at in places]
         # Until then a kill would bring the blocks back.
         is_saved, generations = self._is_saved(), self._generations
+        if wanted.cleared_at and len(generations.voided) < MAX_VOIDED:
+            generations.void_before(wanted.fingerprint, wanted.generation, wanted.cleared_at)
+        elif wanted.cleared_at:
+            is_saved = False  # whether this clear was carried out is not known: the peer tells it again
         return b"".join(
             generations.fleet(one).to_bytes(GENERATION_BYTES, "little")
             + bytes([is_saved and one not in generations.voided])

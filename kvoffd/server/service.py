@@ -220,8 +220,9 @@ class Service:
             tiering.pump()
 
     def background(self) -> bool:
-        """Do some milliseconds of long work: free blocks that were reset, unpin blocks of ended leases, fail overdue
-        promotions, publish events of recovered blocks. Return whether there is more."""
+        """Do some milliseconds of long work: free blocks that were reset, end overdue leases and unpin blocks of ended
+        ones, drop blocks that were partial for too long, fail overdue promotions, publish events of recovered blocks.
+        Return whether there is more."""
         more = self.cache.life.announce_recovered()
         if (tiering := self.tier_supervisor.tiering) is not None:
             more = tiering.background() or more

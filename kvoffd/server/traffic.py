@@ -53,7 +53,7 @@ class TrafficCounts:
         self._windows = CounterWindows(clock)
         self._steps = CounterSteps(clock)
         self._no_space = CounterWindows(clock)
-        """Stores without space, by cause and namespace."""
+        """Blocks that were not stored for lack of space, by cause and namespace."""
         self._sampled_at = float("-inf")
         self._total = defaultdict[str, float](int)
         self._counted: dict[Namespace, _Counted] = {}
@@ -119,15 +119,15 @@ class TrafficCounts:
         return Window(seconds=seconds, **figures(gained))
 
     def least_space(self, cause: str) -> Namespace | None:
-        """Return the namespace that had the most stores without space for a cause in the last minute; None if no known
-        one had any."""
+        """Return the namespace of which the most blocks got no space for a cause in the last minute; None if no known
+        one's did."""
         now = {name: one for name, one in self._without_space().items() if name.startswith(f"{cause} ")}
         _, gained = self._no_space.gained(MINUTE_S, {name: count for name, (_, count) in now.items()})
         name = max(gained, key=gained.__getitem__, default="")
         return now[name][0] if gained.get(name, 0) > 0 else None  # one that was opened again counts from 0
 
     def _without_space(self) -> dict[str, tuple[Namespace, int]]:
-        """Return each known namespace with its stores without space, by cause and fingerprint."""
+        """Return each known namespace and how many of its blocks got no space, by cause and fingerprint."""
         return {
             f"{cause} {one.fingerprint.hex()}": (one, count)
             for one in self._cache.namespaces.values()

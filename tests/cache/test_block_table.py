@@ -57,8 +57,8 @@ def test_the_index_finds_what_a_dict_does() -> None:
             gone = [there.pop(name) for name in names_of]
             heads = ids([row[0] for row in gone])
             table.pin(heads[:1])
-            names, slots_of, _ = table.drop(groups[group], heads, 1)
-            assert slots_of.tolist() == [slot for row in gone[1:] for slot in row]
+            names, ended = table.drop(groups[group], heads, 1)
+            assert ended.slots.tolist() == [slot for row in gone[1:] for slot in row]
             assert names == b"".join(names_of)
             assert not records["state"][np.array(gone)].any()
             table.unpin(heads[:1])

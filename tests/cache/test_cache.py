@@ -954,6 +954,20 @@ def test_a_step_stops_unpinning_after_some_blocks(monkeypatch: pytest.MonkeyPatc
     check_invariants(rig.cache)
 
 
+def test_a_lookup_gets_what_many_ended_leases_still_pin(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many steps that takes: it cannot wait for them, and the engine would compute what it does not get."""
+    monkeypatch.setattr("kvoffd.cache.leases.UNPINNED_AT_ONCE", 4)
+    rig = CacheRig(48, 4, leased_share=0.5)
+    namespace = rig.open("a")
+    rig.store(namespace, keys_of(*range(48)))
+    for number in range(8):
+        assert leased(rig, namespace, 1, 1 + number, *range(3 * number, 3 * number + 3)) == 3
+    rig.cache.end_session(1)
+    assert rig.cache.blocks.pinned_blocks == 18
+    assert leased(rig, namespace, 2, 10, *range(24, 48)) == 24
+    check_invariants(rig.cache)
+
+
 def test_a_save_of_many_namespaces_compresses_only_what_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
     """All of them took 6 ms, at each opening and each reset."""
     rig, compressed = CacheRig(64 << 10, 64), list[bytes]()

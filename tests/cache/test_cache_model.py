@@ -506,7 +506,7 @@ class CacheMachine(RuleBasedStateMachine):
             self.cache.leases.unpin_some()
             ended += iter(self.cache.tick, 0)
         assert sum(ended) == len(overdue) + len(stale)
-        assert max(ended, default=0) <= 2 * self.cache.leases.ended_at_once
+        assert max(ended, default=0) <= max(self.cache.leases.ended_at_once, len(stale))
         self.end_leases(overdue)
         for name in stale:
             del self.index[name]

@@ -337,6 +337,22 @@ def test_the_numbers_of_retentions_never_end() -> None:
     assert rig.retained == 0
 
 
+def test_a_hint_whose_retention_has_ended_takes_no_other_for_it_that_has_its_number(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(hints, "LEAST_RETENTIONS", 1)  # one may have several blocks
+    rig = Hinted()
+    rig.put(1, 5, 6)
+    rig.hint("retain", 1, 9)  # one of the two is still to be stored
+    rig.hint("release", 1)
+    rig.cache.order._last_number = 2**32 - 1
+    rig.hint("retain", 5)
+    rig.hint("retain", 6)
+    rig.put(9)
+    assert rig.retained == 3
+    assert sorted(one.nbytes // rig.unit for one in rig.cache.order._retentions.values()) == [1, 1, 1]
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize(("seed", "numbers"), [(0, hints.MAX_NUMBER), (1, 100), (2, 100)])
 def test_all_accounts_agree_whatever_is_done(

@@ -228,6 +228,21 @@ def test_a_clear_that_a_node_has_heard_of_elsewhere_is_carried_out_once() -> Non
     assert rig.follow(namespace, 6, cleared_at + 10**9) == (7, True), "it has another number, and is told so"
 
 
+def test_a_clear_is_not_said_to_be_done_while_there_is_too_much_to_follow() -> None:
+    rig = Rig()
+    namespace = rig.rig.open()
+    rig.follow(namespace, 7)
+    rig.drop(namespace)
+    others = {number.to_bytes(32, "big") for number in range(MAX_VOIDED)}
+    rig.generations.voided |= others
+    second = rig.generations.now() + 10**6
+    assert rig.follow(namespace, 7, second) == (7, False)
+    rig.generations.voided -= others
+    assert rig.follow(namespace, 7, second) == (7, False), "it is told again, and drops what it has"
+    rig.drop(namespace)
+    assert rig.follow(namespace, 7, second) == (7, True)
+
+
 def test_what_is_of_a_generation_that_cannot_be_written_down_is_lent() -> None:
     """A next daemon that does not know of it is told by who asks, before it lends."""
     rig = Rig()

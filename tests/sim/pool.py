@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvoffd.cache.block_table import BlockIds
+from kvoffd.cache.block_table import BlockIds, EndedSlots
 from kvoffd.cache.cache import Cache
 from kvoffd.cache.namespace import Group, MissReason
 from kvoffd.cache.states import CORRUPT, READY
@@ -180,18 +180,18 @@ class WatchedPool:
             self.verify(slot.owner, slot.offset, slot.first_block, length)
         return np.concatenate(ready), names
 
-    def drop(self, group: Group, blocks: BlockIds, reason: int = 0) -> tuple[bytes, SlotIds, int]:
+    def drop(self, group: Group, blocks: BlockIds, reason: int = 0) -> tuple[bytes, EndedSlots]:
         self.before_write()
         self.before_drop(blocks, evicted=reason in (MissReason.EVICTED, MissReason.QUOTA))
-        names, slots, corrupt = self._drop(group, blocks, reason)
-        self._released(slots)
-        return names, slots, corrupt
+        names, ended = self._drop(group, blocks, reason)
+        self._released(ended.slots)
+        return names, ended
 
-    def end_dropped(self, group: Group, blocks: BlockIds) -> tuple[SlotIds, int]:
+    def end_dropped(self, group: Group, blocks: BlockIds) -> EndedSlots:
         self.before_write()
-        slots, corrupt = self._end_dropped(group, blocks)
-        self._released(slots)
-        return slots, corrupt
+        ended = self._end_dropped(group, blocks)
+        self._released(ended.slots)
+        return ended
 
     def _released(self, slots: SlotIds) -> None:
         for slot, shard in zip(self._at(slots), self._cache.blocks.shard[slots].tolist(), strict=True):
