@@ -198,7 +198,7 @@ class Namespace:
         self.shards: list[Shards | None] = [None] * world_size
         """Layers of its shards by rank; None for a rank whose worker an earlier daemon did not record."""
         self._encoded_record: tuple[tuple[object, ...], bytes] = (), b""
-        """What ``encoded_record`` returned last, behind the fields on which it depends."""
+        """Last result of ``encoded_record``, behind the fields on which it depends."""
         self.key_type = np.dtype((np.void, key_bytes))
         """Data type of arrays of keys."""
 

@@ -31,7 +31,7 @@ _SAME_IN_TRAFFIC = tuple(sorted({*Window.__struct_fields__} & {*COUNTED}))
 
 
 class _Counted(NamedTuple):
-    """What a namespace had counted."""
+    """Counts of a namespace at the last call of ``total``."""
 
     source: tuple[object, ...]
     """Its counters."""
@@ -57,7 +57,7 @@ class TrafficCounts:
         self._sampled_at = float("-inf")
         self._total = defaultdict[str, float](int)
         self._counted: dict[Namespace, _Counted] = {}
-        """What of each namespace is in the totals."""
+        """Counts of each namespace that are in the totals."""
         self.gone_namespaces = 0
         """Number of forgotten namespaces that had counted something."""
 
