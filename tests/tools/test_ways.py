@@ -11,7 +11,7 @@ MOST = {
     "store": (42, 29),
     "store-end": (19, 13),
     "load": (16, 11),
-    "load-end": (22, 15),
+    "load-end": (22, 14),
     "reset": (36, 22),
     "disk-write": (69, 45),
     "promotion": (98, 64),
