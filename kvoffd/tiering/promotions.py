@@ -156,7 +156,7 @@ Asker = tuple[AskedKeys, int]
 
 
 class Promotions:
-    """What all lookups have come up, from all sources: who waits for which block, in which queue, and with which space.
+    """Blocks that lookups have come up, from all sources: who waits for which, in which queue, and with which space.
 
     A ``Fill`` is a block, and a ``FillQueue`` the blocks of one group that one lookup has one source read. Each queue
     is in two lists: in ``PromptQueues`` with those that get space together with it, and in ``SourceQueues`` with those
