@@ -28,7 +28,8 @@ demo: $(VENV)/.engine ## watch a real vLLM get its prompts back from kvoffd
 	@$(BIN)/python -m tests.demo
 
 # Engines run one after the other, in two rows at the same time, so that both CPUs are busy: the second has the tests that
-# import vLLM, which takes 15 seconds of a CPU, and then the engines of files marked `concurrent`. Its output comes at the end.
+# import vLLM, which takes 15 seconds of a CPU, and then the engines of files marked `concurrent`. These are all files with
+# engines of the second model runner, for which vLLM is imported once more. Its output comes at the end.
 # Before that all others run side by side. 5 is pytest's status for no test.
 test: $(VENV)/.engine .cuda/.fetched ## run every test that needs no GPU, real engines included; ARGS="tests/daemon -k restart"
 	@$(PASSED); failed=0; \

@@ -132,7 +132,8 @@ def test_what_left_a_disk_stays_away_and_the_rest_does_not() -> None:
             assert life.tier.close(1.0)
         for end, state in product(ENDS, ("kept", "lost")):
             with case(seed, end, state):
-                random, must_be_there = Random(seed), before
+                (random := Random()).setstate(life.random.getstate())
+                must_be_there = before
                 files = (life.files if end == "stop" else killed).copy()
                 if end == "power cut":
                     files.lose_power(random)

@@ -16,8 +16,7 @@ from tests.kit.engine import EngineProcess, cached, prompt, tokens, wait_connect
 from tests.kit.models import TINY_LLAMA, make_tiny_llama
 from tests.kit.shapes import PATIENCE_S, Shape, make_tiny_deepseek, make_tiny_gemma3
 
-pytestmark = [pytest.mark.engine, pytest.mark.concurrent, pytest.mark.timeout(600)]
-pytest.importorskip("torch")
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 PROMPT = prompt(3, 700)
 LIMITS = {"lease_ttl_s": 200, "job_deadline_s": 200}
 """For ranks that starve each other."""

@@ -35,7 +35,7 @@ from tests.kit.redis_server import RedisServer
 from tests.kit.slow_link import SlowLink
 from tests.kit.wire import Books
 
-pytestmark = [pytest.mark.engine, pytest.mark.concurrent, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 LIGHT, DEMO = "light", "demo"
 KINDS = [LIGHT, pytest.param(DEMO, marks=pytest.mark.nightly)]

@@ -24,7 +24,7 @@ from tests.kit.models import make_tiny_llama
 from tests.kit.shapes import add_tokenizer
 from tests.vllm.test_engine_requests import REQUESTS, ask_each_kind, loaded_tokens
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.engine, pytest.mark.concurrent, pytest.mark.timeout(400)]
 
 FEW_BLOCKS = 70
 """Of the about 90 that eight prompts fill with their answers."""

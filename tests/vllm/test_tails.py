@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import accumulate
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -95,7 +96,8 @@ class StateHarness(SchedulerHarness):
 
     def _compute(self, request: Any, count: int) -> None:
         end, size = request.num_computed_tokens, BLOCK
-        begin, prefixes = end - count, [hash(tuple(request.all_token_ids[:at])) for at in range(end + 1)]
+        begin, tokens = end - count, request.all_token_ids[:end]
+        prefixes = [*accumulate(tokens, lambda before, token: hash((before, token)), initial=0)]
         self.cached.setdefault(request.request_id, begin)
         attention, states = self.scheduler.kv_cache_manager.get_block_ids(request.request_id)
         for at in range(begin):
