@@ -8,6 +8,7 @@ from math import inf
 from kvoffd_client.scheduler_client import LookupFuture
 from kvoffd_client.vllm import metrics
 from kvoffd_client.vllm.compute_times import ComputeTimes
+from kvoffd_client.vllm.config import ConnectorOptions
 from kvoffd_client.vllm.do_no_harm import DoNoHarm
 from kvoffd_client.vllm.engine_facts import EngineFacts
 from kvoffd_client.vllm.keyed_lookup import NOTHING_AWAITED, KeyedLookup
@@ -33,9 +34,7 @@ class PromptWaits:
         engine_clock: time by which prompts wait.
         answer_wait: how long they wait for answers.
         counters: the engine's counters, which this adds to.
-        deadline_s: time within which registered workers should have reported.
-        disk_wait_s: longest wait for promotions.
-        do_no_harm: a prompt waits for promotions only while loading is expected to be faster than computing.
+        options: the connector's options. Registered workers should have reported within a lookup's deadline.
 
     Attributes:
         late_times_sum: sum of the times at which lookups were given up, of which their mean age is made.
@@ -45,22 +44,20 @@ class PromptWaits:
         self,
         lookups: RequestLookups,
         engine: EngineFacts,
+        options: ConnectorOptions,
         harm: DoNoHarm,
         times: ComputeTimes,
         engine_clock: EngineClock,
         answer_wait: AnswerWait,
         counters: metrics.Counters,
-        *,
-        deadline_s: float,
-        disk_wait_s: float,
-        do_no_harm: bool,
         sleep: Callable[[float], None],
     ) -> None:
         self._lookups, self._namespace, self._counters = lookups, lookups.namespace, counters
         self._queue, self._parked = lookups.queue, lookups.queue.parked
         self._engine, self._harm, self._times = engine, harm, times
         self._engine_clock, self._answer_wait, self._sleep = engine_clock, answer_wait, sleep
-        self._deadline_s, self._disk_wait_s, self._do_no_harm = deadline_s, disk_wait_s, do_no_harm
+        self._deadline_s, self._disk_wait_s = options.lookup_deadline_s, options.disk_wait_s
+        self._do_no_harm = options.do_no_harm
         self.late_times_sum = 0.0
         self._hashes_left = SCANNED_HASHES
         """Block hashes of prompts behind another load that this step may still scan."""
