@@ -145,7 +145,7 @@ class ManagerHarness:
         state = self.manager.requests[context.req_id]
         if not self.waits.get(context.req_id):
             return [self.manager.lookup(item, context) for item in keys]
-        if state.answer is None or not state.wait.awaits_tier:
+        if state.answer is None or not state.wait.tier.is_awaited:
             return [LookupResult.RETRY] * len(keys)
         found: dict[bytes, LookupResult] = {}
         for index, chunks in state.answer.chunks.items():

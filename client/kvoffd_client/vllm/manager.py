@@ -268,7 +268,7 @@ class KvoffdManager(OffloadingManager):
         spec.lease_id, spec.load_tokens = answer.future.lease_id, state.scheduling.loaded_tokens
         if adapter:
             self.adapters.check(state.request.lora_request)
-        if tails := [key for key in keys if key in state.scan.tail_results]:
+        if tails := [key for key in keys if key in state.scan.tails.results]:
             # Only repeated lookups ask for tails, and the daemon does not show those to its policy.
             self.namespace.client.show_used(self.groups.spec_of(tails, adapter).keys, giver=state.hints.giver)
         return spec
