@@ -10,6 +10,7 @@ from vllm.v1.kv_offload.base import LookupResult, OffloadKey, ReqContext
 
 from kvoffd_client import NamespaceSpec, SchedulerClient
 from kvoffd_client.vllm.chunk_groups import ChunkGroup
+from kvoffd_client.vllm.config import ConnectorOptions
 from kvoffd_client.vllm.engine_facts import EngineFacts
 from kvoffd_client.vllm.engine_namespace import EngineNamespace, MemoryState
 from kvoffd_client.vllm.hints import HintsOption
@@ -47,16 +48,11 @@ class ManagerHarness:
         self.contexts: dict[str, ReqContext] = {}
         self.waits: dict[str, bool] = {}
         """By request, whether vLLM must not scan it now."""
-        self.manager = KvoffdManager(
-            EngineNamespace(1, lambda _: cast(SchedulerClient, self.client), self.clock),
-            groups,
-            self.clock,
-            deadline_s=0.1,
-            disk_wait_s=disk_wait_s,
-            do_no_harm=do_no_harm,
-            hints=hints,
-            sleep=self.sleep,
+        options = ConnectorOptions(
+            lookup_deadline_ms=100.0, disk_wait_ms=1000 * disk_wait_s, do_no_harm=do_no_harm, hints=hints
         )
+        namespace = EngineNamespace(1, lambda _: cast(SchedulerClient, self.client), self.clock)
+        self.manager = KvoffdManager(namespace, groups, self.clock, options, self.sleep)
         self.begin_engine()
         self.prefill = self.manager.prefill
         self.report("weights")
@@ -149,7 +145,7 @@ class ManagerHarness:
         state = self.manager.requests[context.req_id]
         if not self.waits.get(context.req_id):
             return [self.manager.lookup(item, context) for item in keys]
-        if state.answer is None or not state.wait.awaits_tier:
+        if state.answer is None or not state.wait.tier.is_awaited:
             return [LookupResult.RETRY] * len(keys)
         found: dict[bytes, LookupResult] = {}
         for index, chunks in state.answer.chunks.items():

@@ -127,7 +127,7 @@ def test_stores_that_end_before_blocks_are_zeroed_are_of_one_content(
     connector.bind_connector_metadata(ConnectorMetadata(load_jobs={}, store_jobs=stores))
     connector.start_load_kv(None)
     if changed:
-        connector._weights.mark_changed()
+        connector._contents.weights.mark_changed()
     flush = ConnectorMetadata(load_jobs={}, store_jobs={}, jobs_to_flush={3})
     runner.update_requests(SimpleNamespace(kv_connector_metadata=flush))
     assert client.messages == ([] if changed else [[3]])
@@ -247,8 +247,9 @@ def test_of_changed_weights_nothing_is_stored_until_their_namespace_is_joined(
     connector, _ = worker
     every, inner = Mock(), connector.connector_worker.worker
     every.digest.return_value = "digest"
-    connector._weights, connector._adapters = SimpleNamespace(changed=changed, digest=every.digest), Mock()  # type: ignore[assignment]
-    connector._adapters.forget_absent = every.forget_absent
+    contents: Any = connector._contents
+    contents.weights, contents.adapters = SimpleNamespace(changed=changed, digest=every.digest), Mock()
+    contents.adapters.forget_absent = every.forget_absent
     with patch.multiple(inner, leave=every.leave, join=every.join):
         namespace = NamespaceSpec.named("model")
         step = ConnectorMetadata(load_jobs={}, store_jobs={}, generation=generation, namespace=namespace)

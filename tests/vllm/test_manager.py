@@ -983,17 +983,17 @@ def tails_of(harness: ManagerHarness, chunks: set[bytes]) -> ReqContext:
 
 def test_tails_are_looked_up_with_the_chunks_once_vllm_asks_for_them(harness: ManagerHarness) -> None:
     context, (request, manager) = tails_of(harness, {*HASHES}), (harness.requests["r"], harness.manager)
-    assert not manager.requests["r"].scan.wanted_tails
+    assert not manager.requests["r"].scan.tails.wanted
     assert harness.results(context, [*KEYS[:2], *TAILS]) == [HIT, HIT, RETRY, RETRY, RETRY]
     assert not manager.waits.look_up_tails(manager.requests["r"], 0), "it waits"
     (group,) = harness.client.asked[1][1]
     assert group.keys == b"".join(map(block_hash, (1, 2, 11, 12, 13)))
-    assert (harness.client.again, manager.requests["r"].scan.awaits_tail) == ([False, True], True)
+    assert (harness.client.again, manager.requests["r"].scan.tails.is_awaited) == ([False, True], True)
     harness.client.answer({*HASHES, block_hash(12)})
     harness.scan()
-    assert not manager.requests["r"].scan.awaits_tail
+    assert not manager.requests["r"].scan.tails.is_awaited
     assert harness.results(context, [*KEYS[:2], *TAILS]) == [HIT, HIT, MISS, HIT, MISS]
-    assert not manager.requests["r"].scan.wanted_tails, "it knows them"
+    assert not manager.requests["r"].scan.tails.wanted, "it knows them"
     assert harness.client.released == [harness.client.asked[0][0].lease_id]
     manager.scheduled(request, 2 * CHUNK_TOKENS + 2 * UNIT)
     spec = manager.prepare_load([*KEYS[:2], TAILS[1]], context)
@@ -1021,12 +1021,14 @@ def test_a_tail_on_a_disk_is_waited_for_like_a_chunk(harness: ManagerHarness) ->
     manager.waits.look_up_tails(manager.requests["r"], 0)
     harness.client.answer({*HASHES}, coming=[block_hash(13)], wait_s=0.01)
     harness.scan()
-    assert (harness.results(context, TAILS), manager.requests["r"].scan.awaits_tail) == ([PENDING, MISS, MISS], True)
+    assert harness.results(context, TAILS) == [PENDING, MISS, MISS]
+    assert manager.requests["r"].scan.tails.is_awaited
     harness.clock.now += 0.01
     assert harness.scan()
     harness.client.answer({*HASHES, block_hash(13)})
     harness.scan()
-    assert (harness.results(context, TAILS), manager.requests["r"].scan.awaits_tail) == ([HIT, MISS, MISS], False)
+    assert harness.results(context, TAILS) == [HIT, MISS, MISS]
+    assert not manager.requests["r"].scan.tails.is_awaited
     manager.scheduled(harness.requests["r"], UNIT)
     assert manager.get_load_source(TAILS[0], context) is CacheHitSource.DISK
     schedule(harness)
@@ -1051,11 +1053,11 @@ def test_a_prompt_computes_its_tail_if_the_answer_is_late_or_fails(harness: Mana
     manager.waits.look_up_tails(manager.requests["r"], 0)
     harness.clock.now += 1
     harness.scan()
-    assert (manager.requests["r"].scan.awaits_tail, harness.results(context, TAILS)) == (False, [MISS] * 3)
+    assert (manager.requests["r"].scan.tails.is_awaited, harness.results(context, TAILS)) == (False, [MISS] * 3)
     harness.client.fail()
     harness.scan()
     assert harness.results(context, [*KEYS[:2], *TAILS]) == [HIT, HIT, MISS, MISS, MISS]
-    assert not manager.requests["r"].scan.wanted_tails
+    assert not manager.requests["r"].scan.tails.wanted
 
 
 # --- when nothing is looked up, or stored ----------------------------------------------------------
@@ -1347,7 +1349,7 @@ def test_what_came_from_a_disk_before_a_preemption_is_found_in_the_pool_afterwar
 def test_a_prompt_that_was_late_uses_the_answer_that_it_has(harness: ManagerHarness) -> None:
     """It was looked up ahead in the end, and waits for space in the KV cache."""
     context = harness.request(ready=HASHES)
-    harness.manager.requests["r"].wait.gave_up_lookup = True
+    harness.manager.requests["r"].wait.lookup.gave_up = True
     harness.client.asked[-1][0].stale_at = harness.clock.now + 0.5
     assert harness.scan(), "its lease is renewed"
     assert harness.results(context) == [HIT] * 3

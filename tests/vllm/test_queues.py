@@ -352,7 +352,7 @@ def test_prompts_behind_a_window_that_cannot_run_are_looked_up(make: Make) -> No
 def test_a_request_that_gave_up_its_turn_once_waits_for_its_next_lookup(make: Make) -> None:
     engine = make(max_num_seqs=4, blocks=200)
     request = engine.add("r", document(1), max_tokens=200)
-    engine.manager.requests["r"].wait.gave_up_lookup = True
+    engine.manager.requests["r"].wait.lookup.gave_up = True
     for _ in range(100):
         engine.step()
     engine.scheduler.running.remove(request)

@@ -50,7 +50,7 @@ class Place(NamedTuple):
     Attributes:
         group: index of its group on the wire.
         chunk: index of the chunk in which it ends; -1 if vLLM did not say where it ends.
-        is_tail: whether it ends inside that chunk; see ``KeyedLookup.tails``.
+        is_tail: whether it ends inside that chunk; see ``ScannedTails``.
     """
 
     group: int

@@ -77,12 +77,19 @@ class ConnectorOptions(Struct, frozen=True):
     strict_version: bool = False
 
     @property
+    def lookup_deadline_s(self) -> float:
+        return self.lookup_deadline_ms / 1000
+
+    @property
+    def disk_wait_s(self) -> float:
+        return self.disk_wait_ms / 1000
+
+    @property
     def client_options(self) -> ClientOptions:
         """Options of the scheduler's client, whose timeouts must not be shorter than the lookup's deadline."""
-        deadline_s = self.lookup_deadline_ms / 1000
         return ClientOptions(
-            request_timeout_s=max(deadline_s, ClientOptions.request_timeout_s),
-            unresponsive_after_s=max(deadline_s, ClientOptions.unresponsive_after_s),
+            request_timeout_s=max(self.lookup_deadline_s, ClientOptions.request_timeout_s),
+            unresponsive_after_s=max(self.lookup_deadline_s, ClientOptions.unresponsive_after_s),
         )
 
     @property

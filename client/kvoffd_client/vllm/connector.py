@@ -37,20 +37,19 @@ from vllm.platforms import current_platform
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.kv_cache_interface import MambaSpec, iter_layer_specs
 
-from kvoffd_client.vllm.adapters import LiveAdapters
 from kvoffd_client.vllm.config import check_engine, check_groups, machine_id, parse_options
 from kvoffd_client.vllm.connector_metadata import ConnectorMetadata, WorkerNews
 from kvoffd_client.vllm.engine_facts import facts_of
 from kvoffd_client.vllm.engine_namespace import MemoryState
 from kvoffd_client.vllm.fingerprint import collect_factors, label_of, namespace_of
 from kvoffd_client.vllm.host_block_events import HostBlockEvents
-from kvoffd_client.vllm.live_weights import LiveWeights, has_experts_elsewhere
 from kvoffd_client.vllm.log import is_no_refusal, logger
 from kvoffd_client.vllm.manager import KvoffdManager
 from kvoffd_client.vllm.prompt_matcher import PromptMatcher
 from kvoffd_client.vllm.scans import replace_searches
 from kvoffd_client.vllm.spec import KvoffdSpec, register_spec
 from kvoffd_client.vllm.worker import KvoffdWorker
+from kvoffd_client.vllm.worker_contents import WorkerContents
 
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig, VllmConfig
@@ -104,13 +103,7 @@ class KvoffdConnector(OffloadingConnector):
     def _begin_worker(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, salt: str) -> None:
         factors = collect_factors(vllm_config, kv_cache_config, salt)
         self.connector_worker.spec.namespace = namespace_of(factors, label_of(vllm_config))
-        # Stand-ins without models and adapters, until register_kv_caches() finds them.
-        self._weights = LiveWeights(list)
-        self._adapters = LiveAdapters(None, None, self._weights.mark_changed)
-        self._digest: str | None = None
-        """Digest of the weights; None while unknown."""
-        self._generation = 0
-        """The scheduler's number of the digest."""
+        self._contents = WorkerContents()
         self._last_memory: MemoryState | None = None
         """The last state of the memory that was sent."""
 
@@ -152,13 +145,10 @@ class KvoffdConnector(OffloadingConnector):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """As vLLM's; also takes the digest of the weights."""
         config, cache = self._vllm_config, self._kv_cache_config
-        weights = self._weights = LiveWeights.of_caller(experts_elsewhere=has_experts_elsewhere(config))
-        self._digest = weights.digest()
-        manager = getattr(weights.runner, "lora_manager", None)
-        self._adapters = LiveAdapters(manager, config.lora_config, weights.mark_changed)
+        self._contents.find(config)
         specs = [spec for group in cache.kv_cache_groups for spec in iter_layer_specs(group.kv_cache_spec)]
         writes_early = cache.needs_kv_cache_zeroing or any(isinstance(spec, MambaSpec) for spec in specs)
-        is_patched = patch_v2_runner_fence(weights.runner, self._fence)
+        is_patched = patch_v2_runner_fence(self._contents.weights.runner, self._fence)
         if config.use_v2_model_runner and writes_early and not is_patched:
             raise ValueError(
                 "kvoffd cannot serve this engine: its model runner writes to blocks before their stores have ended, in "
@@ -174,7 +164,7 @@ class KvoffdConnector(OffloadingConnector):
 
     def _leave_if_changed(self) -> None:
         """Let unsent stores fail if weights or an adapter have changed: their blocks may be of the old or the new."""
-        if self._weights.changed:
+        if self._contents.weights.changed:
             self.connector_worker.worker.leave()
 
     def handle_preemptions(self, kv_connector_metadata: ConnectorMetadata) -> None:
@@ -187,15 +177,12 @@ class KvoffdConnector(OffloadingConnector):
         in one message.
         """
         worker: KvoffdWorker = self.connector_worker.worker
-        weights, generation = self._weights, kv_connector_metadata.generation
-        self._adapters.read_ahead(kv_connector_metadata.adapters)
+        contents, generation = self._contents, kv_connector_metadata.generation
+        contents.adapters.read_ahead(kv_connector_metadata.adapters)
         self._leave_if_changed()
-        if generation is not None and generation > self._generation:
-            self._generation = generation
-            self._digest = weights.digest()
-            self._adapters.forget_absent()
+        contents.renew_digest(generation)
         namespace = kv_connector_metadata.namespace
-        if namespace is not None and generation == self._generation and not weights.changed:
+        if namespace is not None and contents.are_of(generation):
             self.connector_worker.spec.directory = kv_connector_metadata.directory
             worker.join(namespace)
         if kv_connector_metadata.daemon is not None:
@@ -231,18 +218,18 @@ class KvoffdConnector(OffloadingConnector):
         ended = super().build_connector_worker_meta()
         if self.connector_worker is None or not isinstance(worker := self.connector_worker.worker, KvoffdWorker):
             return None
-        news, spec = worker.take_news(), self.connector_worker.spec
+        news, spec, contents = worker.take_news(), self.connector_worker.spec, self._contents
         if ended is not None:
             news.completed_jobs, news.transfer_stats = ended.completed_jobs, ended.transfer_stats
         memory = MemoryState(
             namespace=spec.namespace,
-            weights=self._digest,
-            generation=self._generation,
+            weights=contents.digest,
+            generation=contents.generation,
             machine=machine_id(),
-            changed=self._weights.changed,
+            changed=contents.weights.changed,
             registered=worker.registered,
             problem=worker.problem,
-            adapters=self._adapters.contents(),
+            adapters=contents.adapters.contents(),
             daemon=worker.daemon,
         )
         if memory != self._last_memory:
@@ -289,7 +276,7 @@ class KvoffdConnector(OffloadingConnector):
         return tokens, bool(tokens)  # always asynchronous, as a load that fails inside a step cannot be recomputed
 
     def _scan(self, request: Request, own_tokens: int, most_tokens: int | None) -> int | None:
-        """Return the tokens that vLLM finds to load, ``most_tokens`` if given; None if the request must wait."""
+        """Return how many tokens vLLM finds to load, of ``most_tokens`` if given; None if the request must wait."""
         if most_tokens is None:
             tokens, _ = super().get_num_new_matched_tokens(request, own_tokens)
         else:

@@ -48,8 +48,7 @@ class KeyedLookup:
         groups: the offloaded groups, by index on the wire.
         adapter: content of the request's LoRA adapter, which the keys on the wire contain; empty if it has none.
         chunks: hashes of the complete chunks looked up, by group on the wire.
-        tails: hashes of the tails looked up with them, by group on the wire. A tail is the beginning of a chunk, which
-            vLLM stores where a prompt of a model with recurrent layers ends.
+        tails: hashes of the tails looked up with them, by group on the wire; see ``ScannedTails``.
         sent_at: time when it was sent, by time.monotonic().
         sent_at_engine: the same by the engine's clock (``EngineClock``).
         only_prefixes: of each group only what is behind its ready chunks without a gap can be used.

@@ -23,12 +23,13 @@ from kvoffd_client.vllm import metrics
 from kvoffd_client.vllm.adapter_contents import AdapterContents, RequestAdapter
 from kvoffd_client.vllm.chunk_groups import ChunkGroup, ChunkGroups, KeyedSpec
 from kvoffd_client.vllm.compute_times import ComputeTimes
+from kvoffd_client.vllm.config import ConnectorOptions
 from kvoffd_client.vllm.connector_metadata import FailedJob, WorkerNews
 from kvoffd_client.vllm.do_no_harm import DoNoHarm
 from kvoffd_client.vllm.engine_facts import EngineFacts
 from kvoffd_client.vllm.engine_namespace import EngineNamespace
 from kvoffd_client.vllm.engine_reports import EngineReports
-from kvoffd_client.vllm.hints import HintsOption, allowed_tiers, notes_of, read_hints
+from kvoffd_client.vllm.hints import allowed_tiers, notes_of, read_hints
 from kvoffd_client.vllm.log import logger
 from kvoffd_client.vllm.prefill_rate import PrefillRate
 from kvoffd_client.vllm.prompt_outcomes import PromptOutcomes
@@ -56,9 +57,8 @@ class KvoffdManager(OffloadingManager):
     It passes vLLM's calls on to the parts that own what they concern.
 
     Args:
-        deadline_s: a lookup without an answer by then is a miss, see ``AnswerWait``.
-        disk_wait_s: longest wait of a request for promotions.
-        do_no_harm: see ``DoNoHarm``, ``AnswerWait`` and ``PromptWaits``.
+        clock: clock such as time.monotonic().
+        options: the connector's options.
 
     Attributes:
         namespace: the engine's namespace and connection. The connector calls leave() before reset_cache().
@@ -79,16 +79,11 @@ class KvoffdManager(OffloadingManager):
         namespace: EngineNamespace,
         groups: Sequence[ChunkGroup],
         clock: Callable[[], float],
-        *,
-        deadline_s: float,
-        disk_wait_s: float = 120.0,
-        do_no_harm: bool = True,
-        hints: HintsOption = "no_release",
+        options: ConnectorOptions,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self.namespace, self.groups, self.clock = namespace, ChunkGroups(groups), clock
-        self._deadline_s, self._disk_wait_s, self._do_no_harm = deadline_s, disk_wait_s, do_no_harm
-        self._hints_option, self._sleep = hints, sleep
+        self._options, self._sleep = options, sleep
         self._numbers = count()
         self._failed_jobs: dict[int, None] = {}
         """Ids of jobs that have failed in some worker, oldest first."""
@@ -105,31 +100,19 @@ class KvoffdManager(OffloadingManager):
     def begin_engine(self, engine: EngineFacts) -> None:
         """Make the parts, before the first request: vLLM makes the manager without the engine's configuration."""
         namespace, groups, clock, counters = self.namespace, self.groups, self.clock, self._counters
-        engine_clock, deadline_s = self._engine_clock, self._deadline_s
-        answer_wait = AnswerWait(deadline_s, do_no_harm=self._do_no_harm)
+        engine_clock, options = self._engine_clock, self._options
+        answer_wait = AnswerWait(options.lookup_deadline_s, do_no_harm=options.do_no_harm)
         self.prefill = PrefillRate(clock, engine.most_running, engine.prompt_step_tokens)
-        self.harm = DoNoHarm(clock, self.prefill, active=self._do_no_harm)
+        self.harm = DoNoHarm(clock, self.prefill, active=options.do_no_harm)
         self.lookups = RequestLookups(
             namespace, self.adapters, groups, engine, clock, engine_clock, answer_wait, counters
         )
         self.requests, loading = self.lookups.requests, self.lookups.loading
         self.times = ComputeTimes(engine, self.prefill, namespace, self.requests, loading)
         self.waits = PromptWaits(
-            self.lookups,
-            engine,
-            self.harm,
-            self.times,
-            engine_clock,
-            answer_wait,
-            counters,
-            deadline_s=deadline_s,
-            disk_wait_s=self._disk_wait_s,
-            do_no_harm=self._do_no_harm,
-            sleep=self._sleep,
+            self.lookups, engine, options, self.harm, self.times, engine_clock, answer_wait, counters, self._sleep
         )
-        self.stores = RequestStores(
-            namespace, groups, engine, self.harm, clock, counters, deadline_s=deadline_s, read=self.lookups.read
-        )
+        self.stores = RequestStores(namespace, groups, engine, options, self.harm, clock, counters, self.lookups.read)
         self.outcomes = PromptOutcomes(namespace, groups, loading)
 
     def begin_step(self, request_tokens: Collection[int]) -> None:
@@ -254,7 +237,7 @@ class KvoffdManager(OffloadingManager):
         if not self.lookups.queue.has_waiting:
             self._engine_clock.begin_waits()
         self.waits.skip_pause()
-        hints = read_hints(req_context, self._hints_option)
+        hints = read_hints(req_context, self._options.hints)
         # kv_load_tiers of the request: the pool is vLLM's primary tier, which requests cannot exclude.
         state = RequestState(
             next(self._numbers), hints=hints, hint_notes=notes_of(hints), tiers=allowed_tiers(req_context)
@@ -285,7 +268,7 @@ class KvoffdManager(OffloadingManager):
         spec.lease_id, spec.load_tokens = answer.future.lease_id, state.scheduling.loaded_tokens
         if adapter:
             self.adapters.check(state.request.lora_request)
-        if tails := [key for key in keys if key in state.scan.tail_results]:
+        if tails := [key for key in keys if key in state.scan.tails.results]:
             # Only repeated lookups ask for tails, and the daemon does not show those to its policy.
             self.namespace.client.show_used(self.groups.spec_of(tails, adapter).keys, giver=state.hints.giver)
         return spec

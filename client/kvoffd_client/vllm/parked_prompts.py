@@ -59,6 +59,15 @@ rebuilt."""
 class ParkedPrompts:
     """The parked prompts, by the id of their request.
 
+    | it waits | kept in, besides ``_parked`` | woken by |
+    |---|---|---|
+    | for any of these, no longer than ``until`` | ``_by_time`` | ``wake`` |
+    | for an answer | ``_for_answers`` | ``wake``, if the answer has come |
+    | until it may be looked up | ``for_lookups`` | ``PromptQueue.wake_for_lookups`` |
+    | for the end of another one's load | ``_for_loads`` | ``load_ended`` |
+    | for a tier, in turns with others | ``_not_due``, not ``_by_time``; then ``_due`` | ``wake``, a few in a step |
+    | for a shared store that is being asked | as for a tier, and ``_asking`` | as for a tier |
+
     Args:
         by_priority: whether vLLM schedules by priority, the lowest number first, and not in the order of arrival.
 

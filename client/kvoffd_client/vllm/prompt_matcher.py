@@ -146,13 +146,13 @@ class PromptMatcher:
         """Return the tokens that can be loaded by vLLM's scan of the answer; None if the request must wait."""
         request = state.request
         tokens = self._scan_answer(request, own_tokens, None)
-        if state.scan.wanted_tails:
+        if state.scan.tails.wanted:
             if not self._waits.look_up_tails(state, own_tokens):
                 return None
             tokens = self._scan_answer(request, own_tokens, None)
-        if state.scan.awaits_tail:  # vLLM defers a request for a tail only without other hits
+        if state.scan.tails.is_awaited:  # vLLM defers a request for a tail only without other hits
             return None
-        state.scan.asks_tails = False  # no lookup follows the scans below
+        state.scan.tails.may_ask = False  # no lookup follows the scans below
         while tokens and request.mm_features and self._needs_two_images(request, own_tokens + tokens):
             size = self._shape.chunk_tokens  # load a chunk less
             most = (own_tokens + tokens - 1) // size * size - own_tokens

@@ -13,6 +13,7 @@ from kvoffd_client.vllm.keyed_lookup import KeyedLookup
 from kvoffd_client.vllm.log import logger
 from kvoffd_client.vllm.prompt_report import report_of, report_of_failed
 from kvoffd_client.vllm.request_state import PromptWait, RequestState, Scheduling
+from kvoffd_proto.messages import PromptReport
 
 
 class Undecided(NamedTuple):
@@ -69,28 +70,33 @@ class PromptOutcomes:
         self._send(state.scheduling)
 
     def request_ended(self, state: RequestState) -> None:
-        """Send what is left of an ended request's reports: that of its last scheduling, and a dropped one if it ended
-        while it loaded, or while it waited with a lookup that the daemon must count. Others that never ran have none.
-        """
+        """Send what is left of an ended request's reports. One that ended while it waited is reported as dropped if the
+        daemon must count its lookup; others that never ran have no report."""
         if state.request is None:  # vLLM never announced it
             return
-        scheduling, wait = state.scheduling, state.wait
-        is_loading = state.request.request_id in self._loading
-        if not is_loading:
-            self._send(scheduling)
-        if wait.counted is not None or is_loading:
-            # The wait of one that loads began with the load: its blocks came up, and were counted, in the one before.
-            promoted = scheduling.promoted if is_loading else wait.promoted
-            unsent = scheduling.unsent_report
-            report = report_of(state, wait, promoted, self._groups, dropped=True)
-            lease_id = report.lease_id or (unsent.lease_id if unsent is not None else 0)
-            scheduling.unsent_report = structs.replace(report, lease_id=lease_id)
-        self._send(scheduling)
+        if state.request.request_id in self._loading:
+            self._send_dropped_load(state)
+            return
+        self._send(state.scheduling)
+        if state.wait.counted is not None:
+            self._report(report_of(state, state.wait, state.wait.promoted, self._groups, dropped=True))
+
+    def _send_dropped_load(self, state: RequestState) -> None:
+        """Report a request that ended while it loaded as dropped, in place of its report as loaded."""
+        # Its blocks came up, and its lookup was counted, in the wait before the load.
+        loaded, state.scheduling.unsent_report = state.scheduling.unsent_report, None
+        report = report_of(state, state.wait, state.scheduling.promoted, self._groups, dropped=True)
+        if loaded is not None and not report.lease_id:
+            report = structs.replace(report, lease_id=loaded.lease_id)
+        self._report(report)
 
     def _send(self, scheduling: Scheduling) -> None:
-        if scheduling.unsent_report is None:
-            return
+        """Send a scheduling's report, unless that was done."""
         report, scheduling.unsent_report = scheduling.unsent_report, None
+        if report is not None:
+            self._report(report)
+
+    def _report(self, report: PromptReport) -> None:
         try:
             self._namespace.client.report_prompt(report)
         except ValueError as error:  # a number that cannot be: its report is lost, the engine's step is not

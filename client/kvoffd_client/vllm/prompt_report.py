@@ -159,17 +159,20 @@ def _leading_keys(
 
 
 def _found_keys(lookup: KeyedLookup | None, promoted: PromotedBlocks) -> FoundKeys:
-    """Return where the keys of a lookup were found: what is ready was in the pool, unless it was promoted before."""
+    """Return where the keys of a lookup were found: what is ready was in the pool, unless it was promoted before.
+
+    ``promoted`` has what earlier answers said of chunks: PENDING, SHARED, ASKED or LACKED; 0 of others.
+    """
     keys = ready = unanswered = came_up = from_disk = from_store = asked = 0
     if lookup is not None:
         states, unanswered = lookup.states, lookup.future.asking
         keys, ready = sum(map(len, states)), sum(one.count(READY) for one in states)
     for index, before in promoted.chunks.items():
         now = lookup.chunk_states(index) if lookup is not None else b""
-        came = [old for old, new in zip(before, now, strict=False) if old not in (0, LACKED) and new == READY]
-        came_up += len(came)
+        promoted_from = [old for old, new in zip(before, now, strict=False) if old not in (0, LACKED) and new == READY]
+        came_up += len(promoted_from)
         from_disk += before.count(PENDING)
-        from_store += before.count(SHARED) + came.count(ASKED)  # a store had what it was asked for, if that is ready
+        from_store += before.count(SHARED) + promoted_from.count(ASKED)  # a store had it, since it is ready
         asked += before.count(SHARED) + before.count(ASKED) + before.count(LACKED)
     return FoundKeys(keys, ready - came_up, from_disk, from_store, asked, min(asked, unanswered))
 

@@ -8,14 +8,15 @@ from math import inf
 from kvoffd_client.scheduler_client import LookupFuture
 from kvoffd_client.vllm import metrics
 from kvoffd_client.vllm.compute_times import ComputeTimes
+from kvoffd_client.vllm.config import ConnectorOptions
 from kvoffd_client.vllm.do_no_harm import DoNoHarm
 from kvoffd_client.vllm.engine_facts import EngineFacts
 from kvoffd_client.vllm.keyed_lookup import NOTHING_AWAITED, KeyedLookup
 from kvoffd_client.vllm.parked_prompts import Parked
 from kvoffd_client.vllm.request_lookups import RequestLookups
-from kvoffd_client.vllm.request_state import FoundTokens, PromptWait, RequestState, ScanBasis
+from kvoffd_client.vllm.request_state import FoundTokens, RequestState, ScanBasis
 from kvoffd_client.vllm.scans import PreparedScan
-from kvoffd_client.vllm.waits import MIN_COMPUTED_S, AnswerWait, EngineClock
+from kvoffd_client.vllm.waits import LONG_AGO, MIN_COMPUTED_S, AnswerWait, EngineClock
 from kvoffd_proto.messages import PENDING
 
 LOAD_PAUSE_S = 0.05
@@ -33,9 +34,7 @@ class PromptWaits:
         engine_clock: time by which prompts wait.
         answer_wait: how long they wait for answers.
         counters: the engine's counters, which this adds to.
-        deadline_s: time within which registered workers should have reported.
-        disk_wait_s: longest wait for promotions.
-        do_no_harm: a prompt waits for promotions only while loading is expected to be faster than computing.
+        options: the connector's options. Registered workers should have reported within a lookup's deadline.
 
     Attributes:
         late_times_sum: sum of the times at which lookups were given up, of which their mean age is made.
@@ -45,22 +44,20 @@ class PromptWaits:
         self,
         lookups: RequestLookups,
         engine: EngineFacts,
+        options: ConnectorOptions,
         harm: DoNoHarm,
         times: ComputeTimes,
         engine_clock: EngineClock,
         answer_wait: AnswerWait,
         counters: metrics.Counters,
-        *,
-        deadline_s: float,
-        disk_wait_s: float,
-        do_no_harm: bool,
         sleep: Callable[[float], None],
     ) -> None:
         self._lookups, self._namespace, self._counters = lookups, lookups.namespace, counters
         self._queue, self._parked = lookups.queue, lookups.queue.parked
         self._engine, self._harm, self._times = engine, harm, times
         self._engine_clock, self._answer_wait, self._sleep = engine_clock, answer_wait, sleep
-        self._deadline_s, self._disk_wait_s, self._do_no_harm = deadline_s, disk_wait_s, do_no_harm
+        self._deadline_s, self._disk_wait_s = options.lookup_deadline_s, options.disk_wait_s
+        self._do_no_harm = options.do_no_harm
         self.late_times_sum = 0.0
         self._hashes_left = SCANNED_HASHES
         """Block hashes of prompts behind another load that this step may still scan."""
@@ -136,7 +133,7 @@ class PromptWaits:
         """Pass over a request until the answer to its lookup comes, or this time."""
         future, wait = state.in_flight.future if state.in_flight is not None else None, state.wait
         request_id, ask_order = state.request.request_id, None
-        if wait.awaits_tier:
+        if wait.tier.is_awaited:
             self._queue.wait_for_tier(request_id)
             if state.answer is not None and state.answer.future.asking:  # it asks again in turns with others
                 ask_order, until = state.number, max(until, wait.tier.judge_at)
@@ -144,7 +141,7 @@ class PromptWaits:
             own_tokens,
             until,
             future,
-            in_turns=wait.awaits_tier,
+            in_turns=wait.tier.is_awaited,
             priority=state.request.priority,
             ask_order=ask_order,
             ask_at=wait.tier.ask_at,
@@ -166,7 +163,7 @@ class PromptWaits:
         state.scan = PreparedScan(own_tokens, engine_has_all, self._lookups.may_load(state))
         may_scan = self._prepare(state, own_tokens, may_have_tail=may_have_tail)
         if may_scan:
-            state.wait.since = None
+            state.wait.lookup.end()
         return may_scan
 
     def look_up_tails(self, state: RequestState, own_tokens: int) -> bool:
@@ -174,12 +171,12 @@ class PromptWaits:
         self._lookups.look_up_tails(state)
         has_all = state.scan.engine_has_all
         may_scan = self.prepare_scan(state, own_tokens, engine_has_all=has_all, may_have_tail=True)
-        state.scan.asks_tails = False  # the second scan takes what is known
+        state.scan.tails.may_ask = False  # the second scan takes what is known
         return may_scan
 
     def _prepare(self, state: RequestState, own_tokens: int, *, may_have_tail: bool) -> bool:
-        """Do as ``prepare_scan``, in this order: take the answer that has come; if it is outdated, look up again; wait
-        a moment for the next answer; if it may come later, park the request, else show the scan the last one."""
+        """Do as ``prepare_scan``: renew the answer; if the next one may come later, park the request, else show the
+        scan the last one."""
         wait, scan, namespace = state.wait, state.scan, self._namespace
         if (scan.engine_has_all and not may_have_tail) or not scan.may_load or namespace.problem:
             if state.last is None and scan.may_load:
@@ -187,28 +184,34 @@ class PromptWaits:
             return True
         if not (namespace.registered and namespace.client.ready):
             return not self._wait_for_workers(state)
+        if not self._renew_answer(state, own_tokens):
+            return False
+        if (lookup := state.in_flight) is not None and not lookup.given_up:
+            scan.tails.is_awaited = lookup.asks_tails_beyond(state.answer)
+            if self._lookups.lacks_answer(state) or wait.tier.is_awaited or scan.tails.is_awaited:
+                wait.lookup.begin(lookup.sent_at_engine)
+                self._park(state, own_tokens, wait.lookup.late_at)
+                return False
+        scan.is_late = self._lookups.lacks_answer(state) and (lookup is not None or wait.lookup.gave_up)
+        may_ask = lookup is None and not self._lookups.has_failed(state)
+        awaited = state.tiers if wait.tier.is_awaited else NOTHING_AWAITED
+        scan.show(state.answer, awaited, may_ask_tails=may_have_tail and may_ask)
+        return True
+
+    def _renew_answer(self, state: RequestState, own_tokens: int) -> bool:
+        """Take the answer that has come; if it is outdated, look up again; wait a moment for the next answer. Return
+        False if the request waits for its turn to be looked up."""
         if self._lookups.take_answer(state) or state.answer is None:
             # No wait for a tier ends while a lookup is in flight, and where steps are long there would always be one:
             # so judge before the next is sent.
-            wait.awaits_tier = self._judge_tier_wait(state)
+            self._judge_tier_wait(state)
         if self._needs_lookup(state, own_tokens) and not self._look_up_in_turn(state, own_tokens):
             return False
-        late_at = 0.0
         if (lookup := state.in_flight) is not None:
             if not lookup.future.done:
-                late_at = self._wait_for_answer(state, lookup, own_tokens)
+                self._wait_for_answer(state, lookup, own_tokens)
             self._lookups.take_answer(state)
-        wait.awaits_tier = self._judge_tier_wait(state)
-        if (lookup := state.in_flight) is not None and not lookup.given_up:
-            scan.awaits_tail = lookup.asks_tails_beyond(state.answer)
-            if self._lookups.lacks_answer(state) or wait.awaits_tier or scan.awaits_tail:
-                wait.since = lookup.sent_at_engine if wait.since is None else wait.since
-                self._park(state, own_tokens, late_at)
-                return False
-        scan.is_late = self._lookups.lacks_answer(state) and (lookup is not None or wait.gave_up_lookup)
-        may_ask = lookup is None and not self._lookups.has_failed(state)
-        awaited = state.tiers if wait.awaits_tier else NOTHING_AWAITED
-        scan.show(state.answer, awaited, asks_tails=may_have_tail and may_ask)
+        self._judge_tier_wait(state)
         return True
 
     def found_before(self, state: RequestState, own_tokens: int) -> FoundTokens | None:
@@ -250,7 +253,7 @@ class PromptWaits:
             return  # for the answer about its tails
         if tokens is not None:
             wait.found = FoundTokens(tokens, self._basis(state, own_tokens))
-        elif wait.awaits_tier and state.answer is not None:
+        elif wait.tier.is_awaited and state.answer is not None:
             self._park(state, own_tokens, min(wait.tier.ask_at, wait.tier.judge_at))
         elif not state.request.num_preemptions:  # a preempted one waits for its own stores, whose end does not wake it
             until = self._engine_clock.read() + LOAD_PAUSE_S
@@ -259,15 +262,9 @@ class PromptWaits:
     def _basis(self, state: RequestState, own_tokens: int) -> ScanBasis:
         # The last prepare_scan() showed no answer if nothing may be loaded.
         answer = state.answer if state.scan.answer is not None else None
-        return ScanBasis(answer, own_tokens, state.wait.awaits_tier, self._lookups.load_changes)
+        return ScanBasis(answer, own_tokens, state.wait.tier.is_awaited, self._lookups.load_changes)
 
     # --- waits -------------------------------------------------------------------------------------
-
-    def _begin_wait(self, state: RequestState) -> float:
-        """Have a request wait for an answer, unless it does. Return the time since which it waits."""
-        if state.wait.since is None:
-            state.wait.since = self._engine_clock.read()
-        return state.wait.since
 
     def _allowed_s(self, state: RequestState, tokens: int) -> float:
         """Return how long a request may wait for an answer about ``tokens`` of it."""
@@ -286,47 +283,46 @@ class PromptWaits:
             return False
         # The workers have registered, or will not. The last report of an idle engine may be old: have it run steps for
         # a new one. An engine that computes runs them anyway.
-        since = self._begin_wait(state)
-        return self._engine_clock.is_idle and self._engine_clock.read() - since < MIN_COMPUTED_S
+        now = self._engine_clock.read()
+        since = state.wait.lookup.begin(now)
+        return self._engine_clock.is_idle and now - since < MIN_COMPUTED_S
 
     def _needs_lookup(self, state: RequestState, own_tokens: int) -> bool:
         """Return whether a request is to be looked up: it lacks an answer, or has an outdated one and still has time.
-
-        Each answer may be outdated when it comes, while others store what it lacks. So all that follow one another
-        share the time for a single one. After that the last one counts.
-        """
+        After that the last one counts."""
         if state.in_flight is not None or not self._lookups.is_outdated(state):
             return False
-        since = state.wait.since
-        if state.answer is None or since is None:
+        if state.answer is None or state.wait.lookup.since is None:
             return True
-        return self._engine_clock.read() < since + self._allowed_s(state, state.request.num_tokens - own_tokens)
+        allowed_s = self._allowed_s(state, state.request.num_tokens - own_tokens)
+        return self._engine_clock.read() < state.wait.lookup.since + allowed_s
 
     def _look_up_in_turn(self, state: RequestState, own_tokens: int) -> bool:
         """Look a request up, or park it if many others were looked up in this step. Return whether it continues.
 
         One that was parked for as long as it may wait for an answer is looked up all the same. If the queue is full it
-        continues without (``gave_up_lookup``).
+        continues without, and waits for no answer any more.
         """
         request_id, keys = state.request.request_id, self._lookups.keys_of(state)
         if not self._queue.take_lookup(request_id, keys):
-            until = self._begin_wait(state) + self._allowed_s(state, state.request.num_tokens)
-            if self._engine_clock.read() < until and not state.wait.gave_up_lookup:
+            wait, now = state.wait.lookup, self._engine_clock.read()
+            until = wait.begin(now) + self._allowed_s(state, state.request.num_tokens)
+            if now < until and not wait.gave_up:
                 self._parked.park(request_id, Parked(own_tokens, until, lookup_keys=max(1, keys)))
                 return False
             if self._queue.is_full:
-                state.wait.gave_up_lookup = True
+                wait.gave_up = True
                 return True
         self._lookups.look_up(state)
         return True
 
-    def _wait_for_answer(self, state: RequestState, lookup: KeyedLookup, own_tokens: int) -> float:
-        """Wait a moment for the answer to a request's lookup, or give it up if it is late. Return when it is late."""
+    def _wait_for_answer(self, state: RequestState, lookup: KeyedLookup, own_tokens: int) -> None:
+        """Wait a moment for the answer to a request's lookup, and give it up if it is late."""
         answer_wait, wait = self._answer_wait, state.wait
         asks_tails = lookup.asks_tails_beyond(state.answer)
         must_come = (self._lookups.lacks_answer(state) or asks_tails) and not lookup.given_up
         # An idle engine waits too for an answer that only shows which blocks have come up.
-        shows_promoted = wait.awaits_tier and self._engine_clock.is_idle and answer_wait.left_s > 0
+        shows_promoted = wait.tier.is_awaited and self._engine_clock.is_idle and answer_wait.left_s > 0
         if shows_promoted or (must_come and answer_wait.may_wait(self._engine_clock.read())):
             self._wait(lookup.future, must_come=must_come)
         else:
@@ -335,36 +331,25 @@ class PromptWaits:
         if asks_tails and state.answer is not None:
             tokens = min(tokens, self._lookups.groups[0].tokens_per_chunk)  # a tail saves no more
         allowed_s = self._allowed_s(state, tokens)
-        late_at = self._late_at(wait, lookup, allowed_s)
+        earliest = wait.tier.until if wait.tier.is_awaited else LONG_AGO  # until then promoted blocks may come
+        wait.lookup.set_late_at(lookup.sent_at_engine, allowed_s, earliest=earliest)
         now = self._engine_clock.read()
-        if now >= late_at and not lookup.future.done and not lookup.given_up:
+        if now >= wait.lookup.late_at and not lookup.future.done and not lookup.given_up:
             lookup.given_up = wait.tier.has_ended = True
             if allowed_s:  # else it was not waited for, as the last ones were late: that says nothing new
                 answer_wait.record_reply(now - lookup.sent_at_engine)
             self._counters[metrics.LATE_LOOKUPS] += 1
             self.late_times_sum += self._lookups.clock()
-        return late_at
 
-    @staticmethod
-    def _late_at(wait: PromptWait, lookup: KeyedLookup, allowed_s: float) -> float:
-        """Return when an answer that a request may await for ``allowed_s`` is late.
-
-        Lookups that follow one another while the request waits have the deadline of the first, but each has a moment:
-        vLLM may not have come here for a while.
-        """
-        since = lookup.sent_at_engine if wait.since is None else min(wait.since, lookup.sent_at_engine)
-        late_at = max(since + allowed_s, lookup.sent_at_engine + min(allowed_s, MIN_COMPUTED_S))
-        return max(late_at, wait.tier.until) if wait.awaits_tier else late_at  # promoted blocks may still come
-
-    def _judge_tier_wait(self, state: RequestState) -> bool:
-        """Begin, continue or end a request's wait for promotions. Return whether it waits: while promoting and loading
-        are expected to be faster than computing it after the earlier prompts. Else it loads the blocks that are ready.
-        """
+    def _judge_tier_wait(self, state: RequestState) -> None:
+        """Begin, continue or end a request's wait for promotions. It waits while promoting and loading are expected to
+        be faster than computing it after the earlier prompts. Else it loads the blocks that are ready."""
         tier_wait, answer, client = state.wait.tier, state.answer, self._namespace.client
+        was_awaited, tier_wait.is_awaited = tier_wait.is_awaited, False
         if answer is None or tier_wait.has_ended or not any(map(answer.has, state.tiers)):
-            return False
+            return
         if self._lookups.has_failed(state) or not client.ready:
-            return False  # the daemon does not report promotions
+            return  # the daemon does not report promotions
         now, future, tokens = self._engine_clock.read(), answer.future, answer.coming_tokens
         computed_s, loaded_s = inf, 0.0
         if self._do_no_harm:
@@ -376,7 +361,7 @@ class PromptWaits:
             expected_s = inf  # a store mostly has no blocks of a new prompt
         is_worth_it = expected_s + loaded_s <= computed_s
         tier_wait.doubt(now, is_worth_it=is_worth_it, is_estimated=bool(future.wait_s))
-        if state.wait.awaits_tier and state.in_flight is not None and not state.in_flight.given_up:
-            return True  # the next answer shows what was promoted during a step
+        if was_awaited and state.in_flight is not None and not state.in_flight.given_up:
+            tier_wait.is_awaited = True  # the next answer shows what was promoted during a step
+            return
         tier_wait.judge(now, is_worth_it=is_worth_it, asks_store=asks_store)
-        return not tier_wait.has_ended

@@ -135,14 +135,16 @@ class RequestLookups:
             return
         client, wait, adapter = namespace.client, state.wait, state.adapter.content
         session = client, client.session_id
-        is_counted = wait.counted is not None and wait.counted_by == session
+        is_counted = wait.counted_by == session
         hashes = [group.hashes(request.block_hashes) for group in self.groups]
         tails: Mapping[int, Sequence[bytes]] = state.tails if is_counted or not any(hashes) else {}
         chunks = {index: found for index, found in enumerate(hashes) if found or index in tails}
         if not chunks:
             return
-        asked = {index: [*found, *tails.get(index, ())] for index, found in chunks.items()}
-        message = [GroupKeys(index, b"".join(wire_keys(found, adapter))) for index, found in asked.items()]
+        message = [
+            GroupKeys(index, b"".join(wire_keys([*found, *tails.get(index, ())], adapter)))
+            for index, found in chunks.items()
+        ]
         stored_before, again = client.stored.count, is_counted or bool(tails)
         future = client.lookup(message, again, reported=True, peer=state.hints.peer, giver=state.hints.giver)
         if not again and future.lease_id:
@@ -158,17 +160,14 @@ class RequestLookups:
             only_prefixes=self._only_prefixes,
             stored=client.stored,
             stored_before=stored_before,
-            given_up=wait.gave_up_lookup,
+            given_up=wait.lookup.gave_up,
         )
         self._counters[metrics.LOOKUPS] += 1
         self.queue.enter_window(request.request_id, request.num_prompt_tokens, request.priority, future)
 
     def look_up_tails(self, state: RequestState) -> None:
-        """Look up the tails that vLLM wanted in its scan, with the chunks.
-
-        vLLM asks for each position inside the chunk after the last one that is a hit, in all groups.
-        """
-        state.tails = self.groups.hashes_of(reversed(state.scan.wanted_tails))
+        """Look up the tails that vLLM wanted in its scan, with the chunks."""
+        state.tails = self.groups.hashes_of(reversed(state.scan.tails.wanted))
         self.look_up(state)
 
     def keys_of(self, state: RequestState) -> int:

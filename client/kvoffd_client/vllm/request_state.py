@@ -12,7 +12,7 @@ from kvoffd_client.vllm.hints import NO_HINTS, RequestHints
 from kvoffd_client.vllm.keyed_lookup import KeyedLookup
 from kvoffd_client.vllm.promoted_blocks import PromotedBlocks
 from kvoffd_client.vllm.scans import PreparedScan
-from kvoffd_client.vllm.waits import LONG_AGO, TierWait
+from kvoffd_client.vllm.waits import LONG_AGO, LookupWait, TierWait
 from kvoffd_proto.messages import PENDING, SHARED, PromptReport
 
 if TYPE_CHECKING:
@@ -46,13 +46,9 @@ class PromptWait:
     scheduled twice: to load, then to compute.
 
     Attributes:
-        since: time since which vLLM could not scan it for want of an answer, by the engine's clock; None while it can.
-            All lookups in this time have one deadline.
-        awaits_tier: it waits for promotions in its answer.
-        tier: that wait.
+        lookup: its wait for answers to its lookups.
+        tier: its wait for promotions in its answer.
         found: result of its last scan; None before.
-        gave_up_lookup: it waited too long to be looked up, because too many others were, and waits for no answer any
-            more.
         skipped: its load was skipped because computing is faster.
         refused: its blocks were not loaded because the KV cache had no space.
         counted: the lookup whose keys the daemon counts when the outcome is reported; None before.
@@ -60,11 +56,9 @@ class PromptWait:
         promoted: its blocks that came from tiers.
     """
 
-    since: float | None = None
-    awaits_tier: bool = False
+    lookup: LookupWait = field(default_factory=LookupWait)
     tier: TierWait = field(default_factory=TierWait)
     found: FoundTokens | None = None
-    gave_up_lookup: bool = False
     skipped: bool = False
     refused: bool = False
     counted: LookupFuture | None = None
@@ -110,7 +104,7 @@ class RequestState:
             blocks need not be stored.
         failed_at: time of its last failed lookup; for a while none is sent, so that the request is not deferred for
             ever.
-        tails: hashes of the tails to look up with the chunks, by group on the wire; see ``KeyedLookup``.
+        tails: hashes of the tails to look up with the chunks, by group on the wire; see ``ScannedTails``.
         was_reported: the outcome of a scheduling was decided; later reports have ``again``.
         scan: facts for vLLM's next scan, and its results.
         wait: its wait to be scheduled.

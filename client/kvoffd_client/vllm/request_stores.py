@@ -9,6 +9,7 @@ from vllm.v1.kv_offload.base import OffloadKey, PrepareStoreOutput, ReqContext
 
 from kvoffd_client.vllm import metrics
 from kvoffd_client.vllm.chunk_groups import GROUP_ID_BYTES, ChunkGroups, KeyedSpec, wire_keys
+from kvoffd_client.vllm.config import ConnectorOptions
 from kvoffd_client.vllm.do_no_harm import DoNoHarm
 from kvoffd_client.vllm.engine_facts import EngineFacts
 from kvoffd_client.vllm.engine_namespace import EngineNamespace
@@ -32,7 +33,7 @@ class RequestStores:
     Args:
         clock: clock such as time.monotonic().
         counters: the engine's counters, which this adds to.
-        deadline_s: a lookup without an answer by then is not waited for.
+        options: the connector's options. A lookup without an answer by its deadline is not waited for.
         read: reads a lookup whose answer may have come.
 
     Attributes:
@@ -48,16 +49,15 @@ class RequestStores:
         namespace: EngineNamespace,
         groups: ChunkGroups,
         engine: EngineFacts,
+        options: ConnectorOptions,
         harm: DoNoHarm,
         clock: Callable[[], float],
         counters: metrics.Counters,
-        *,
-        deadline_s: float,
         read: Callable[[KeyedLookup], None],
     ) -> None:
         self._namespace, self._groups, self._clock, self._counters = namespace, groups, clock, counters
         self._shard_bytes, self._state_groups = engine.shard_bytes, frozenset(engine.state_groups)
-        self._harm, self._deadline_s, self._read = harm, deadline_s, read
+        self._harm, self._deadline_s, self._read = harm, options.lookup_deadline_s, read
         self.enabled = True
         self.events: HostBlockEvents | None = None
         self.credit_bytes = self.outstanding_bytes = 0

@@ -10,6 +10,7 @@ from vllm.v1.kv_offload.base import LookupResult, OffloadKey, ReqContext
 
 from kvoffd_client.vllm.chunk_groups import ChunkGroups, Place
 from kvoffd_client.vllm.keyed_lookup import COMES, HIT, MISS, RESULTS, KeyedLookup, result_of
+from kvoffd_client.vllm.tails import ScannedTails
 
 
 @dataclass(slots=True, eq=False)
@@ -23,10 +24,7 @@ class PreparedScan:
         answer: the answer that the scan sees; None if it sees none.
         is_late: the request lacks an answer, and has stopped waiting for it.
         results: results of each group's chunks, a byte each, see ``keyed_lookup``.
-        tail_results: results of the tails that were looked up.
-        asks_tails: further tails may be looked up.
-        wanted_tails: further tails for which vLLM asked in this scan, the longest first.
-        awaits_tail: the request waits for an answer about tails, or for a tail that is being promoted.
+        tails: the tails for which vLLM asks.
     """
 
     own_tokens: int = 0
@@ -35,33 +33,21 @@ class PreparedScan:
     answer: KeyedLookup | None = None
     is_late: bool = False
     results: Mapping[int, bytes] = field(default_factory=dict)
-    tail_results: Mapping[OffloadKey, LookupResult] = field(default_factory=dict)
-    asks_tails: bool = False
-    wanted_tails: list[OffloadKey] = field(default_factory=list)
-    awaits_tail: bool = False
+    tails: ScannedTails = field(default_factory=ScannedTails)
 
-    def show(self, answer: KeyedLookup | None, awaited: frozenset[int], *, asks_tails: bool) -> None:
+    def show(self, answer: KeyedLookup | None, awaited: frozenset[int], *, may_ask_tails: bool) -> None:
         """Set the results: those of an answer for a request that waits for keys of the ``awaited`` states."""
-        self.answer, self.asks_tails = answer, asks_tails
+        self.answer, self.tails.may_ask = answer, may_ask_tails
         if answer is not None:
             self.results = {index: answer.results(index, awaited) for index in answer.chunks}
-            self.tail_results = {key: result_of(state, awaited) for key, state in answer.tail_states().items()}
+            self.tails.results = {key: result_of(state, awaited) for key, state in answer.tail_states().items()}
 
     def result(self, key: OffloadKey, place: Place) -> LookupResult:
-        """Return vLLM's result for a key, and record that vLLM asked for it if it is a tail."""
+        """Return vLLM's result for a key."""
         if place.is_tail:
-            return self._tail_result(key)
+            return self.tails.result(key)
         results = self.results.get(place.group, b"")
         return RESULTS[results[place.chunk]] if 0 <= place.chunk < len(results) else LookupResult.MISS
-
-    def _tail_result(self, key: OffloadKey) -> LookupResult:
-        if (result := self.tail_results.get(key)) is not None:
-            self.awaits_tail |= result is LookupResult.HIT_PENDING
-            return result
-        if not self.asks_tails:
-            return LookupResult.MISS
-        self.wanted_tails.append(key)
-        return LookupResult.RETRY  # so that vLLM asks for the others too
 
 
 def leading_hits(results: bytes) -> int | None:

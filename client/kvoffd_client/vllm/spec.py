@@ -97,10 +97,7 @@ class KvoffdSpec(OffloadingSpec):
             EngineNamespace(config.parallel.world_size, connect, monotonic),
             groups,
             monotonic,
-            deadline_s=options.lookup_deadline_ms / 1000,
-            disk_wait_s=options.disk_wait_ms / 1000,
-            do_no_harm=options.do_no_harm,
-            hints=options.hints,
+            options,
         )
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:

@@ -1,4 +1,7 @@
-"""Waits of prompts, for answers to their lookups and for blocks that are being promoted: arithmetic, no waiting."""
+"""Waits of prompts, for answers to their lookups and for blocks that are being promoted: arithmetic, no waiting.
+
+Times of ``LookupWait`` and ``TierWait`` are by ``EngineClock``.
+"""
 
 from __future__ import annotations
 
@@ -127,6 +130,42 @@ class AnswerWait:
 
 
 @dataclass(slots=True, eq=False)
+class LookupWait:
+    """One request's wait for the answers to its lookups. All that follow one another while vLLM cannot scan it have one
+    deadline: each answer may be outdated when it comes, while others store what it lacks.
+
+    Attributes:
+        since: time since which vLLM could not scan it for want of an answer; None while it can.
+        late_at: time at which the answer that it waits for is late.
+        gave_up: it waited too long to be looked up, because too many others were, and waits for no answer any more.
+    """
+
+    since: float | None = None
+    late_at: float = inf
+    gave_up: bool = False
+
+    def begin(self, now: float) -> float:
+        """Begin to wait, unless it does. Return the time since which it waits."""
+        if self.since is None:
+            self.since = now
+        return self.since
+
+    def end(self) -> None:
+        """End the wait, because vLLM can scan the request."""
+        self.since = None
+
+    def set_late_at(self, sent_at: float, allowed_s: float, *, earliest: float) -> None:
+        """Set when the answer to a lookup is late: once the request has waited for ``allowed_s``, but not before
+        ``earliest``.
+
+        The time begins with the first lookup that the request waits for. But each has a moment of its own: vLLM may not
+        have come to the request for a while.
+        """
+        since = sent_at if self.since is None else min(self.since, sent_at)
+        self.late_at = max(since + allowed_s, sent_at + min(allowed_s, MIN_COMPUTED_S), earliest)
+
+
+@dataclass(slots=True, eq=False)
 class TierWait:
     """One request's wait for blocks that are being promoted.
 
@@ -134,7 +173,8 @@ class TierWait:
         began: time when it began; None before.
         until: its latest end.
         doubted_since: time since which it is not known to be worth it; None while it is.
-        has_ended: the request waits no more.
+        is_awaited: the request waits for blocks of its present answer.
+        has_ended: it waits no more, also for those of later answers.
         ask_at: time of the next lookup.
         judge_at: time when the wait ends if nothing changes.
     """
@@ -142,6 +182,7 @@ class TierWait:
     began: float | None = None
     until: float = inf
     doubted_since: float | None = None
+    is_awaited: bool = False
     has_ended: bool = False
     ask_at: float = LONG_AGO
     judge_at: float = inf
@@ -160,7 +201,7 @@ class TierWait:
             self.doubted_since = None
 
     def judge(self, now: float, *, is_worth_it: bool, asks_store: bool) -> None:
-        """End the wait once its time is over, or it was not worth it for DOUBT_SHARE of the longest wait.
+        """End the wait if its time is over, or it was not worth it for DOUBT_SHARE of the longest wait; else continue.
 
         ``asks_store``: all that comes depends on what a shared store will say.
         """
@@ -173,6 +214,7 @@ class TierWait:
         if not is_worth_it and self.doubted_since is not None:
             self.judge_at = min(self.until, self.doubted_since + doubt_s)
         self.has_ended = now >= self.judge_at
+        self.is_awaited = not self.has_ended
 
     def set_next_lookup(self, at: float, now: float, expected_s: float) -> None:
         """Set the time of the next lookup after an answer that came at ``at``.
