@@ -128,7 +128,7 @@ class World:
             self.daemon = self._new_daemon()
             generations = self.daemon.service.state.generations
             # Where the clock was set back and the state was lost, a generation of the future voids its blocks.
-            future = {name for name, number in were.items() if number > generations._now()}
+            future = {name for name, number in were.items() if number > generations.now()}
             kept = {name: its for name, its in (expected or {}).items() if generations.of(name) == were[name]}
             if expected is not None and not expected.keys() - kept.keys() <= future:
                 raise Broken("a new daemon with the old pool does not know a generation of the old one")
