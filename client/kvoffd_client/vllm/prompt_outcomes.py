@@ -82,7 +82,7 @@ class PromptOutcomes:
             self._report(report_of(state, state.wait, state.wait.promoted, self._groups, dropped=True))
 
     def _send_dropped_load(self, state: RequestState) -> None:
-        """Report a request that ended while it loaded as dropped, in place of its report as loaded."""
+        """Report a request that ended while it loaded as dropped, instead of its report as loaded."""
         # Its blocks came up, and its lookup was counted, in the wait before the load.
         loaded, state.scheduling.unsent_report = state.scheduling.unsent_report, None
         report = report_of(state, state.wait, state.scheduling.promoted, self._groups, dropped=True)

@@ -1,4 +1,4 @@
-"""What a worker's KV blocks are computed with: the weights and the LoRA adapters in its memory."""
+"""The weights and the LoRA adapters in a worker's memory, with which its KV blocks are computed."""
 
 from __future__ import annotations
 
