@@ -126,7 +126,7 @@ class PromotionSource:
             return
         unreserved = 0  # queues
         too_large = inf  # the least bytes of a block for which the pool has no slots now
-        for queue in list(islice(self.queues.in_order, MAX_LOOKED_AT)):
+        for queue in list(islice(self.queues.in_order(), MAX_LOOKED_AT)):
             if not queue.fills:
                 continue
             if not self._promotions.reserve(queue):
@@ -226,7 +226,7 @@ class PromotionSource:
         Return whether there are more. A queue that gets space now has its turn instead, however long it was blocked.
         """
         since = self._clock() - self.patience_s
-        for queue in list(self.queues.in_order):
+        for queue in list(self.queues.in_order()):
             if queue.blocked is None:
                 continue
             # A new reservation unblocks the queue. One that it had before says nothing about slots.

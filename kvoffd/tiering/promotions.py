@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from itertools import takewhile
+from itertools import chain, takewhile
 from math import inf
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -101,8 +101,10 @@ class FillQueue:
 class SourceQueues:
     """The queues of one source."""
 
-    in_order: dict[FillQueue, None] = field(default_factory=dict)
-    """Those with queued or running fills, in the order in which they are promoted."""
+    awaited: dict[FillQueue, None] = field(default_factory=dict)
+    """Those with queued or running fills that a lookup has waited for, in the order in which they are read."""
+    prefetched: dict[FillQueue, None] = field(default_factory=dict)
+    """The others, of hints alone: they are read after these, so that no hint delays the lookups of others."""
     blocks: int = 0
     """Number of fills that have not begun."""
     blocks_of: Counter[int] = field(default_factory=Counter)
@@ -110,6 +112,10 @@ class SourceQueues:
     reserved_bytes: int = 0
     """Pool bytes of the queued and running blocks of those that are ``is_reserved``. ``Leases.withheld_bytes`` is the
     sum of these and of ``SourceReads.given_up_bytes`` of all sources."""
+
+    def in_order(self) -> Iterator[FillQueue]:
+        """Yield the queues in the order in which they are read."""
+        return chain(self.awaited, self.prefetched)
 
 
 @dataclass(slots=True, eq=False)
@@ -282,14 +288,20 @@ class Promotions:
         self.unsettled.setdefault(queue.block_group.tag, {})[key] = fill
         if not queue.fills:
             queue.prompt.queues.append(queue)
-        queues.in_order[queue] = queue.fills[fill] = None
+        in_turn = queues.prefetched if queue.session == NO_SESSION else queues.awaited
+        in_turn[queue] = queue.fills[fill] = None
         self.count(queue, queued=1)
         return fill
 
     def _join(self, prompt: PromptQueues, queue: FillQueue) -> None:
         """Have a queue get its space jointly with the others that this lookup waits for, no longer with those of an
-        earlier lookup."""
-        if queue.prompt is prompt or NO_SESSION in (prompt.lease.session, queue.session):
+        earlier lookup. A prefetch's gets the lookup's turn instead."""
+        if queue.prompt is prompt or prompt.lease.session == NO_SESSION:
+            return
+        if queue.session == NO_SESSION:
+            if queue in queue.source.queues.prefetched:
+                del queue.source.queues.prefetched[queue]
+                queue.source.queues.awaited[queue] = None
             return
         if queue in queue.prompt.queues:
             queue.prompt.queues.remove(queue)
@@ -308,7 +320,7 @@ class Promotions:
         if not (its_queues and (speed := source.reads.speed.current)):
             return 0.0
         nbytes, left = 0, len(its_queues)
-        for queue in source.queues.in_order:  # all queues up to its last one are read first
+        for queue in source.queues.in_order():  # all queues up to its last one are read first
             if queue in its_queues:
                 left -= 1
             elif queue.blocked is not None:  # passed over
@@ -385,7 +397,8 @@ class Promotions:
         if queue.is_reserved:
             self._count_reserved(queues, (queued + under_way) * queue.group.block_bytes)
         if not (queue.fills or queue.under_way):
-            queues.in_order.pop(queue, None)
+            queues.awaited.pop(queue, None)
+            queues.prefetched.pop(queue, None)
             if queue in queue.prompt.queues:
                 queue.prompt.queues.remove(queue)
 

@@ -770,7 +770,7 @@ def test_invalidated_keys_leave_a_long_queue_at_once(rig: TieringHarness) -> Non
     space, count = rig.open(), 2048
     rig.put_in_tier(space, keys_of(*range(count)))
     look_up(rig, space, 1, keys_of(*range(count)))
-    queued = next(iter(rig.source.queues.in_order)).fills
+    queued = next(iter(rig.source.queues.in_order())).fills
     assert len(queued) == count
     rig.cache.invalidate(space, [(0, keys_of(*reversed(range(count))))])
     assert not queued
@@ -808,6 +808,27 @@ def test_a_prefetch_of_a_slow_store_keeps_no_space_from_a_prompt() -> None:
     look_up(rig, space, 1, keys_of(*range(100, 110)))
     rig.bring_up()
     assert look_up(rig, space, 1, keys_of(*range(100, 110))) == bytes([READY] * 10)
+
+
+@pytest.mark.parametrize("joins", [False, True])
+def test_what_a_lookup_waits_for_is_read_before_what_others_prefetch(joins: bool) -> None:
+    rig = TieringHarness(settings=QUIET, regions=64, most_jobs=4)
+    hinting, asking = rig.open("hinting"), rig.open("asking")
+    rig.put_in_tier(hinting, keys_of(*range(40)))
+    rig.put_in_tier(asking, keys_of(*range(100, 104)))
+    rig.cache.hint(hinting, HintAction.PREFETCH, [(0, keys_of(*range(40)))])
+    rig.tiering.pump()
+    space, keys = (hinting, keys_of(*range(36, 40))) if joins else (asking, keys_of(*range(100, 104)))
+    rig.cache.lookup(space, 2, 1, [(0, keys)])
+    if joins:  # its queue has the turn of the lookup from now on, and no later one goes before it
+        rig.cache.lookup(asking, 3, 2, [(0, keys_of(*range(100, 104)))])
+    reads = 0
+    while rig.cache.leases.by_id[1].coming:
+        rig.tiering.tick()
+        rig.tier.end(next(iter(rig.tier.jobs)))
+        reads += 1
+    assert reads == (40 if joins else 4 + 4), "what was under way, and its own"
+    rig.check()
 
 
 @pytest.mark.parametrize("policy", POLICY_NAMES)

@@ -267,7 +267,7 @@ class TieringMachine(RuleBasedStateMachine):
             for job in store.jobs:
                 begun = self.unshared.get(job.group.fingerprint)
                 assert begun is None or job.block is None or job in begun, "an engine reset it"
-        reserved = [one for source in self.rig.tiering.sources for one in source.queues.in_order if one.is_reserved]
+        reserved = [one for source in self.rig.tiering.sources for one in source.queues.in_order() if one.is_reserved]
         held = sum((len(one.fills) + one.under_way) * one.group.block_bytes for one in reserved)
         assert held == sum(one.queues.reserved_bytes for one in self.rig.tiering.sources)
         given_up = [fill for source in self.rig.tiering.sources for fill in source.reads.given_up]
@@ -278,10 +278,10 @@ class TieringMachine(RuleBasedStateMachine):
             assert source.reads.under_way_bytes <= most
             held = source.reads.under_way_bytes + source.reads.given_up_bytes
             assert held <= 2 * most, "what was given up and hangs may hold as much again"
-            queued = [fill for queue in source.queues.in_order for fill in queue.fills]
-            assert sum(queue.under_way for queue in source.queues.in_order) == len(source.reads.under_way)
-            assert all(queue.fills or queue.under_way for queue in source.queues.in_order)
-            assert all(queue.prompt.queues.count(queue) == 1 for queue in source.queues.in_order)
+            queued = [fill for queue in source.queues.in_order() for fill in queue.fills]
+            assert sum(queue.under_way for queue in source.queues.in_order()) == len(source.reads.under_way)
+            assert all(queue.fills or queue.under_way for queue in source.queues.in_order())
+            assert all(queue.prompt.queues.count(queue) == 1 for queue in source.queues.in_order())
             unsettled = [fill for fill in [*source.reads.under_way, *queued] if not fill.is_settled]
             names = [(fill.queue.block_group.tag, fill.key) for fill in unsettled]
             assert len(names) == len(set(names)), "two fills of one key"
