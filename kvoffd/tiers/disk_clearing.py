@@ -103,9 +103,11 @@ class Clearing:
 
     def clear_to_overwrite(self, but: int = 0) -> None:
         """Clear the records in ``DiskMap.to_overwrite``: the blocks may be invalid once a later daemon finds them.
-        Those of the slot size ``but`` stay."""
+        Those of the slot size ``but`` stay; without it, clear those of ``DiskMap.uncleared`` too."""
         for slot_bytes in [one for one in self._map.to_overwrite if one != but]:
             self.clear_slots(self._map.to_overwrite.pop(slot_bytes))
+        if not but:
+            self.clear_slots([*self._map.uncleared])
 
     def free_in_steps(self, slots: Iterator[list[int]]) -> None:
         """Drop and clear batches of slots, each once the previous one is free."""
@@ -173,6 +175,8 @@ class Clearing:
             self._unsized |= write.sizes.keys()
             if write is not self._running:  # blocks of a cleared namespace are found no more: its generation is higher
                 self._map.uncleared |= {*write.gone}
+        else:
+            self._map.uncleared.difference_update(write.gone)
         self._map.unpin(write.gone)
         if write is self._running:
             self._running = None

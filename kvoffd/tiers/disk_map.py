@@ -173,7 +173,7 @@ class DiskMap:
         to_overwrite: slots without a block, by slot size, whose records are still there: of evicted blocks, and of
             those whose records could not be cleared. The next writes overwrite them; until then a later daemon would
             find the blocks.
-        uncleared: pinned slots whose records could not be cleared.
+        uncleared: slots that are pinned or put aside, and whose records could not be cleared.
     """
 
     def __init__(self, file: DiskFile) -> None:

@@ -152,7 +152,11 @@ class PeerCaller:
 
     def _call_until(self, sockets: ExitStack, waiting: deque[_Call], calls: Calls, until: float) -> None:
         """Make these calls, and more of the nodes that do not clear. ``sockets`` closes what is left open."""
-        context = sockets.enter_context(zmq.Context(io_threads=1))
+        try:
+            context = sockets.enter_context(zmq.Context(io_threads=1))
+        except zmq.ZMQError as error:
+            calls.problems.update(dict.fromkeys([call.address for call in waiting], _cannot_connect(error)))
+            return
         running: dict[zmq.Socket[bytes], _Call] = {}
         poller, ident, now = zmq.Poller(), secrets.token_bytes(8), time.monotonic()
         while (waiting or running) and now < until and not self._closed.is_set():
@@ -161,7 +165,7 @@ class PeerCaller:
                 try:
                     dealer = sockets.enter_context(peer_socket(context, zmq.DEALER, self._keys))
                 except zmq.ZMQError as error:  # no descriptor is free: some are once other calls have ended
-                    calls.problems[call.address] = f"this node cannot connect: {error}"
+                    calls.problems[call.address] = _cannot_connect(error)
                     waiting.append(call._replace(at=now + PAUSE_S))
                     break
                 dealer.connect(f"tcp://{call.address}")
@@ -183,6 +187,10 @@ class PeerCaller:
                 del running[dealer]
                 if why:
                     waiting.append(_Call(call.address, following, now + PAUSE_S))
+
+
+def _cannot_connect(error: zmq.ZMQError) -> str:
+    return f"this node cannot connect: {error}"
 
 
 def _judge(parts: Sequence[bytes], ident: bytes, follow: Follow) -> tuple[str, Follow]:

@@ -574,6 +574,36 @@ def test_a_slot_that_cannot_be_written_is_put_aside() -> None:
     rig.check()
 
 
+@pytest.mark.parametrize("removes", [True, False])
+def test_the_record_in_a_slot_that_was_put_aside_is_cleared_later(removes: bool) -> None:
+    """It is that of the evicted block which the write would have replaced."""
+    rig, number = DiskRig(size_bytes=4 << 20, region_bytes=1 << 20), 0
+    while not any(rig.tier._map.to_overwrite.values()):
+        rig.write(block_of(number))
+        number += 1
+    evicted = sorted({*range(number)} - {*rig.there(range(number))})
+
+    def fails(name: str, _: int) -> None:
+        if name in ("write", "note"):
+            raise OSError(errno.EIO, "it fails")
+
+    rig.files.fault = fails
+    assert rig.write(block_of(1000)) == [Result.FAILED]
+    rig.files.fault = no_fault
+    assert rig.tier._map.put_aside == rig.tier._map.uncleared != set()
+    rig.check()
+    if removes:
+        rig.remove(*evicted)
+        rig.work()
+        assert not rig.tier._map.uncleared
+        rig.check()
+        rig.kill()
+    else:
+        rig.restart()
+    assert rig.there(evicted) == []
+    rig.check()
+
+
 def test_a_device_that_hangs_has_nothing_until_it_answers() -> None:
     rig = DiskRig(most_reads=1)
     rig.write(block_of(1), block_of(2), block_of(3))

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import zmq
@@ -237,6 +238,18 @@ def test_nodes_are_called_once_a_descriptor_is_free(monkeypatch: pytest.MonkeyPa
         (sentence,) = rig.call(caller).unreached({})
     assert "9 of its 9 nodes" in sentence
     assert "Too many open files" in sentence
+
+
+def test_nodes_that_cannot_be_called_without_descriptors_have_not_cleared(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig = Rig(monkeypatch, 9)
+    with rig.caller() as caller:
+        monkeypatch.setattr(zmq, "Context", Mock(side_effect=zmq.ZMQError(errno.EMFILE)))
+        (sentence,) = rig.call(caller, rig.addresses[:8]).unreached({})
+    assert "9 of its 9 nodes" in sentence
+    assert "Too many open files" in sentence
+    assert not caplog.records, "an unexpected failure"
 
 
 def test_clears_that_wait_are_bounded_and_end_with_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
