@@ -69,7 +69,7 @@ class PromptMatcher:
         self._admission.begin_step()
 
     def record_scheduled(self, request: Request, loaded_tokens: int) -> None:
-        """Record that a request is scheduled, to load so many tokens; to compute if these are 0."""
+        """Record that a request is scheduled, to load this many tokens; to compute if it is 0."""
         self._admission.record_scheduled(request, computed_s=loaded_tokens / self._manager.times.rate)
 
     def match(self, request: Request, own_tokens: int) -> int | None:
