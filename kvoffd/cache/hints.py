@@ -249,8 +249,9 @@ class HintedOrder:
             self._deadlines = sorted((one.wish.deadline, number) for number, one in self._retentions.items())
 
     def _have_numbers(self, count: int) -> None:
-        """Have so many numbers left. If they are not, all retentions and parts of ``_released`` get the lowest ones, in
-        the same order, and blocks with a number of none of them 0: a look at all slots, once in 4 billion numbers."""
+        """Have this many numbers left. If there are fewer, all retentions and parts of ``_released`` get the lowest, in
+        the same order, and blocks with a number of none of them get 0: a look at all slots, once in 4 billion numbers.
+        """
         if self._last_number + count <= MAX_NUMBER:
             return
         live = sorted([*self._retentions, *self._ended, *self._released])

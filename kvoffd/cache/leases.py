@@ -244,13 +244,13 @@ class Leases:
     def end_session(self, session: int) -> int:
         """End all leases of a closed session. Returns how many."""
         self._claims.pop(session, None)
-        held = [self._remove(session, namespace) for namespace in [*self.by_session.get(session, ())]]
-        return sum(self._unpin(each.end()) for each in held)
+        namespaces = [*self.by_session.get(session, ())]
+        return self._unpin([self._remove(session, namespace).end() for namespace in namespaces])
 
     def end_namespace(self, namespace: Namespace) -> None:
         """End all leases on its blocks."""
-        for session in [*self.by_namespace.get(namespace, ())]:
-            self._unpin(self._remove(session, namespace).end())
+        sessions = [*self.by_namespace.get(namespace, ())]
+        self._unpin([self._remove(session, namespace).end() for session in sessions])
 
     def end_overdue(self) -> int:
         """End leases whose time is over, at most ``ended_at_once``. Returns how many."""
@@ -267,7 +267,7 @@ class Leases:
             held.nbytes -= lease.nbytes
             if not held.leases:
                 self._remove(lease.session, lease.namespace)
-        return self._unpin(dict.fromkeys(leases))
+        return self._unpin([dict.fromkeys(leases)])
 
     def _remove(self, session: int, namespace: Namespace) -> SessionLeases:
         """Take a session's leases in a namespace out of both tables. Returns them."""
@@ -280,13 +280,13 @@ class Leases:
             del self.by_namespace[namespace]
         return held
 
-    def _unpin(self, ended: dict[Lease, None]) -> int:
+    def _unpin(self, ended: Iterable[dict[Lease, None]]) -> int:
         """Unpin the blocks of leases that have ended, later if they are many: then none of them is looked at now, which
         takes 3 ms for 64,000. Returns how many leases they are."""
-        count = len(ended)
-        if ended:
-            self._to_unpin.append(ended)
-            self._count_to_unpin += count
+        together = [leases for leases in ended if leases]
+        self._to_unpin += together
+        count = sum(map(len, together))
+        self._count_to_unpin += count
         if self._count_to_unpin <= self.ended_at_once:
             self.unpin_some()
         return count

@@ -873,6 +873,24 @@ def test_the_leases_of_a_session_end_at_once_and_their_pins_by_parts() -> None:
     check_invariants(rig.cache)
 
 
+def test_the_leases_of_many_namespaces_or_sessions_that_end_together_are_unpinned_by_parts() -> None:
+    rig = full_rig(16)
+    spaces = [rig.open(name) for name in "abcd"]
+    for number, namespace in enumerate(spaces):
+        rig.store(namespace, keys_of(0, 1))
+        hold(rig, namespace, keys_of(0), lease_id=number)
+    rig.cache.leases.ended_at_once = 2
+    assert rig.cache.end_session(SESSION) == 4
+    pinned = [rig.cache.blocks.pinned_blocks]
+    while rig.cache.background():
+        pinned.append(rig.cache.blocks.pinned_blocks)
+    for session in range(1, 5):
+        assert leased(rig, spaces[0], session, 10 + session, 0, 1) == 2
+    rig.cache.reset(spaces[0])
+    assert (pinned, len(rig.cache.leases.by_id)) == ([4, 2], 4), "none of them in the turn in which all end"
+    check_invariants(rig.cache)
+
+
 def test_many_leases_on_what_was_reset_are_void_at_once_and_end_by_parts() -> None:
     rig, namespace = with_five_leases()
     assert rig.cache.reset(namespace) == 5
