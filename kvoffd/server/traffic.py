@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import cache
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -118,10 +118,11 @@ class TrafficCounts:
         seconds, gained = self._windows.gained(window_s, total)
         return Window(seconds=seconds, **figures(gained))
 
-    def least_space(self, cause: str) -> Namespace | None:
-        """Return the namespace of which the most blocks got no space for a cause in the last minute; None if no known
-        one's did."""
-        now = {name: one for name, one in self._without_space().items() if name.startswith(f"{cause} ")}
+    def least_space(self, cause: str, among: Collection[Namespace]) -> Namespace | None:
+        """Return the one of these namespaces of which the most blocks got no space for a cause in the last minute; None
+        if no one's did."""
+        named = {name: one for name, one in self._without_space().items() if name.startswith(f"{cause} ")}
+        now = {name: (one, count) for name, (one, count) in named.items() if one in among}
         _, gained = self._no_space.gained(MINUTE_S, {name: count for name, (_, count) in now.items()})
         name = max(gained, key=gained.__getitem__, default="")
         return now[name][0] if gained.get(name, 0) > 0 else None  # one that was opened again counts from 0

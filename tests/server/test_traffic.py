@@ -78,14 +78,17 @@ def test_totals_go_on_from_those_of_earlier_daemons() -> None:
 def test_the_namespace_without_space_is_that_of_the_last_minute() -> None:
     """And not the one that had the least since the daemon's start."""
     clock, before, now = Clock(), namespace(1), namespace(2)
-    traffic = counts(clock, open_all(before, now))
-    assert traffic.least_space("quota") is None
+    every = [before, now]
+    traffic = counts(clock, open_all(*every))
+    assert traffic.least_space("quota", every) is None
     before.counters.no_space["quota"] = 1000
-    assert traffic.least_space("quota") is before
+    assert traffic.least_space("quota", every) is before
     for _ in range(90):
         clock.now += 1.0
         traffic.tick()
-    assert traffic.least_space("quota") is None
+    assert traffic.least_space("quota", every) is None
     now.counters.no_space.update(quota=3, pinned=5)
     before.counters.no_space["pinned"] = 4
-    assert (traffic.least_space("quota"), traffic.least_space("pinned")) == (now, now)
+    assert (traffic.least_space("quota", every), traffic.least_space("pinned", every)) == (now, now)
+    before.counters.no_space["quota"] += 10
+    assert traffic.least_space("quota", [now]) is now, "of those that are asked about"
