@@ -301,7 +301,7 @@ class Cache:
             dropped += self.namespaces.renumber(namespace)
             if generation is not None:
                 namespace.generation = generation
-            self.leases.end_namespace(namespace)
+        self.leases.end_namespaces(namespaces)
         if namespaces:
             self.namespaces.save()
         for namespace in namespaces:

@@ -247,10 +247,10 @@ class Leases:
         namespaces = [*self.by_session.get(session, ())]
         return self._unpin([self._remove(session, namespace).end() for namespace in namespaces])
 
-    def end_namespace(self, namespace: Namespace) -> None:
-        """End all leases on its blocks."""
-        sessions = [*self.by_namespace.get(namespace, ())]
-        self._unpin([self._remove(session, namespace).end() for session in sessions])
+    def end_namespaces(self, namespaces: Iterable[Namespace]) -> None:
+        """End all leases on blocks of namespaces."""
+        held = [(session, one) for one in namespaces for session in self.by_namespace.get(one, ())]
+        self._unpin([self._remove(*of_session).end() for of_session in held])
 
     def end_overdue(self) -> int:
         """End leases whose time is over, at most ``ended_at_once``. Returns how many."""

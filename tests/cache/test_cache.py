@@ -889,6 +889,13 @@ def test_the_leases_of_many_namespaces_or_sessions_that_end_together_are_unpinne
     rig.cache.reset(spaces[0])
     assert (pinned, len(rig.cache.leases.by_id)) == ([4, 2], 4), "none of them in the turn in which all end"
     check_invariants(rig.cache)
+    while rig.cache.background():
+        pass
+    for number, namespace in enumerate(spaces[1:]):
+        hold(rig, namespace, keys_of(0), lease_id=number)
+    rig.cache.reset(*spaces)
+    assert len(rig.cache.leases.by_id) == 3
+    check_invariants(rig.cache)
 
 
 def test_many_leases_on_what_was_reset_are_void_at_once_and_end_by_parts() -> None:
