@@ -393,6 +393,20 @@ def test_a_record_that_could_not_be_cleared_is_cleared_later(rig: DiskRig, then:
     rig.check()
 
 
+def test_a_record_that_could_not_be_cleared_is_cleared_while_a_read_has_its_slot(rig: DiskRig) -> None:
+    rig.write(*map(block_of, range(3)))
+    rig.begin_read(block_of(1))
+    rig.files.fault = fails_first("note")
+    for number in (1, 2):
+        rig.remove(number)
+        while rig.notes.waiting:
+            rig.notes.work()
+            rig.deliver()
+    rig.kill()
+    assert rig.there(range(3)) == [0]
+    rig.check()
+
+
 @pytest.mark.parametrize(("fingerprint", "left"), [(ONE, [3]), (None, []), (b"nobody".ljust(32), [1, 2, 3])])
 def test_all_of_a_namespace_is_removed(rig: DiskRig, fingerprint: bytes | None, left: list[int]) -> None:
     groups = [GROUP, make_block_group(ONE, 0, 3, [4000]), make_block_group(OTHER, 0, 0, [4000])]
