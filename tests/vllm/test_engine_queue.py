@@ -180,7 +180,7 @@ def test_a_document_whose_first_lookup_failed_is_loaded(queue: Queue) -> None:
     os.kill(queue.daemon.pid, signal.SIGSTOP)
     try:
         queue.begin_behind(others, wanted)
-        time.sleep(STOPPED_S)
+        time.sleep(1.5 * STOPPED_S)
     finally:
         os.kill(queue.daemon.pid, signal.SIGCONT)
     wait_until(lambda: queue.lookups() > asked, ARRIVED_S)  # it serves again
