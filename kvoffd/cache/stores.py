@@ -117,7 +117,7 @@ class BlockStores:
             wanted = {split[index] for index in (*absent, *joined)}  # a repeat of a refused key is refused too
             duplicates = [index for index in duplicates if split[index] in wanted]
         existing = blocks[are_present := blocks != NO_BLOCK]
-        self._blocks.prompt[existing] = np.maximum(self._blocks.prompt[existing], prompts[are_present])
+        np.maximum.at(self._blocks.prompt, existing, prompts[are_present])  # a block may be there twice
         ticket = StoreTicket(group, part, blocks[joined], NO_BLOCKS, joined, duplicates=duplicates)
         return _Offer(ticket, absent, prompts[absent], existing)
 

@@ -157,9 +157,10 @@ class Look(Question):
             asker.store.connect()
             return asker.store.usage(asker.clock() + LOOK_DEADLINE_S)
         except StoreError as error:
-            if error.kind not in NO_ANSWER:
+            if error.kind in NO_ANSWER:
+                asker.report(error)
+            elif error.kind != "busy":  # as while it runs a script: it says so later, and is as full as it was
                 return None
-            asker.report(error)
             return error
 
     def end(self, answer: StoreUsage | Exception | None) -> None:

@@ -287,6 +287,17 @@ def test_prompts_grow_at_the_cost_of_older_ones_alone() -> None:
     assert rig.states(namespace, keys_of(*range(100, 116))) == [R] * 16
 
 
+def test_a_block_that_an_older_prompt_has_too_counts_for_the_newer_one() -> None:
+    rig = full_rig(32, 8)
+    namespace = rig.open("a")
+    extend(rig, namespace, range(100, 108), 100)
+    rig.store(namespace, keys_of(50))
+    rig.commit(rig.cache.stores.begin(namespace, 0, [StorePart(0, keys_of(50, 50), {}, (0, 1), {1: keys_of(107)})]))
+    (block,) = rig.blocks(namespace, keys_of(50))
+    assert rig.cache.blocks.prompt[block] == rig.cache.blocks.last_prompt
+    check_invariants(rig.cache)
+
+
 @pytest.mark.parametrize("listed", [(0, 1), (1, 0)])
 @pytest.mark.parametrize("policy", POLICY_NAMES)
 def test_prompts_that_are_stored_in_steps_lose_their_tails_first(policy: str, listed: tuple[int, ...]) -> None:

@@ -111,12 +111,15 @@ def test_an_export_that_fails_leaves_no_descriptors(stub: StubCuda, call: str) -
 def test_a_low_limit_of_descriptors_is_told_apart(stub: StubCuda) -> None:
     buffer = stub.map_chunks([CHUNK] * 40)
     driver = Cuda(stub.path)
-    before, count = open_files(), len(open_files())
+    before = open_files()
+    *free, limit = [os.dup(0) for _ in range(21)]  # the lowest that are free: the limit is one of their numbers
+    for descriptor in (*free, limit):
+        os.close(descriptor)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (count + 20, hard))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
     try:
         with pytest.raises(
-            NotExportable, match=rf"Chunk \d+ of 40.*\(304\)\. .*its limit of {count + 20} open files.*ulimit"
+            NotExportable, match=rf"Chunk \d+ of 40.*\(304\)\. .*its limit of {limit} open files.*ulimit"
         ):
             export_segments([(buffer.address, 40 * CHUNK)], driver)
     finally:

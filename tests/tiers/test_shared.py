@@ -295,7 +295,7 @@ def test_a_server_that_is_busy_for_a_while_serves_again(fault: str) -> None:
         rig = SharedRig(server.url).reachable()
         rig.store(block := rig.block(1))
         server.command("CONFIG", "SET", "busy-reply-threshold", "1")
-        with socket.create_connection(("127.0.0.1", server.port)) as other:
+        with socket.create_connection(("127.0.0.1", server.port), 5.0) as other:
             if fault == "a script":
                 other.sendall(b"EVAL 'while true do end' 0\r\n")
                 rig.until(lambda: server.command("PING").startswith(b"-BUSY"))
@@ -804,6 +804,26 @@ def test_a_real_server_says_that_it_is_full(policy: str) -> None:
         rig.tier.health.fullness._full_until = 0.0  # a minute after the refusal
         look(rig)
         assert rig.tier.lifetime_bytes == 0
+
+
+@pytest.mark.usefixtures("looks_when_asked")
+def test_a_real_server_that_runs_a_script_is_as_full_as_it_was() -> None:
+    settings = "--maxmemory", "12mb", "--maxmemory-policy", "noeviction", "--lua-time-limit", "20"
+    with RedisServer(*settings) as server:
+        rig = SharedRig(server.url).reachable()
+        look(rig)
+        for number in range(80):
+            rig.write(rig.block(number, BIG))
+        look(rig)
+        lifetime_bytes = rig.tier.lifetime_bytes
+        assert lifetime_bytes > 10 * MIB
+        with socket.create_connection(("127.0.0.1", server.port), 5.0) as script:
+            script.sendall(b"*3\r\n$4\r\nEVAL\r\n$17\r\nwhile true do end\r\n$1\r\n0\r\n")
+            rig.until(lambda: server.command("PING").startswith(b"-BUSY"))
+            look(rig)
+            assert rig.tier.lifetime_bytes == lifetime_bytes
+            assert rig.tier.health._look_at <= rig.tier._clock() + LONGER_THAN_A_TEST_S
+            server.command("SCRIPT", "KILL")
 
 
 def test_a_store_is_asked_how_full_it_is_when_much_was_written(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -205,6 +205,20 @@ def test_a_step_publishes_a_part_of_very_much(rig: Rig, monkeypatch: pytest.Monk
         assert rig.published[CPU] == set(range(known))
 
 
+def test_tokens_of_a_block_that_is_stored_again_are_kept_as_those_of_a_new_one(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_block_events, "MAX_KNOWN", 2)
+    rig.stored(0, 1)
+    rig.removed(0)
+    rig.stored(0)
+    rig.stored(2)
+    rig.take()
+    rig.stored(0, medium=STORAGE, tells=False)
+    rig.take()
+    assert rig.published == {CPU: {0, 1, 2}, STORAGE: {0}}
+
+
 def test_a_clear_of_very_much_is_published_in_parts(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_block_events, "MAX_BLOCKS_PER_STEP", 2)
     chunks = set(range(5))

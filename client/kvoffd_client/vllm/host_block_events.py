@@ -184,6 +184,7 @@ class HostBlockEvents:
 
     def _remember(self, key: bytes, tokens: BlockTokens) -> None:
         self._known[key] = tokens
+        self._known.move_to_end(key)
         if len(self._known) > MAX_KNOWN:
             self._known.popitem(last=False)
 
