@@ -138,14 +138,14 @@ class HealthWatch:
         """Return the namespace whose quota refused the most blocks in the last minute, as a part of a sentence."""
         quotas = self.cache.quotas
         limited = [one for one in self.cache.namespaces.values() if one.fingerprint in quotas]
-        if (one := self.traffic.least_space("quota", limited)) is None:  # it is forgotten, or has no quota now
+        if (one := self.traffic.most_refused("quota", limited)) is None:  # it is forgotten, or has no quota now
             return ""
         return f" ({one.label} {namespace_id(one.fingerprint)}, at most {format_size(quotas[one.fingerprint])})"
 
     def _missing_ranks(self) -> str:
         """Return the ranks of the namespace whose stores lacked them the most, as a part of a sentence."""
         lacking = [one for one in self.cache.namespaces.values() if None in one.shard_bytes]
-        if (one := self.traffic.least_space("unregistered", lacking)) is None:  # it has registered since
+        if (one := self.traffic.most_refused("unregistered", lacking)) is None:  # it has registered since
             return ""
         missing = [str(rank) for rank, sizes in enumerate(one.shard_bytes) if sizes is None]
         ranks = f"rank{plural(len(missing))} {', '.join(missing)}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -68,7 +68,14 @@ class TrafficCounts:
             total = self.total()
             self._windows.sample(total)
             self._steps.sample(total)
-            self._no_space.sample({name: count for name, (_, count) in self._without_space().items()})
+            of_engines = [one for one in self._cache.namespaces.values() if not one.of_bench]
+            self._no_space.sample(
+                {
+                    _no_space_name(cause, one): blocks
+                    for one in of_engines
+                    for cause, blocks in one.counters.no_space.items()
+                }
+            )
 
     def namespace_forgotten(self, namespace: Namespace) -> None:
         """Keep a namespace's counts in the totals after it was forgotten."""
@@ -118,23 +125,14 @@ class TrafficCounts:
         seconds, gained = self._windows.gained(window_s, total)
         return Window(seconds=seconds, **figures(gained))
 
-    def least_space(self, cause: str, among: Collection[Namespace]) -> Namespace | None:
+    def most_refused(self, cause: str, among: Iterable[Namespace]) -> Namespace | None:
         """Return the one of these namespaces of which the most blocks got no space for a cause in the last minute; None
         if no one's did."""
-        named = {name: one for name, one in self._without_space().items() if name.startswith(f"{cause} ")}
-        now = {name: (one, count) for name, (one, count) in named.items() if one in among}
-        _, gained = self._no_space.gained(MINUTE_S, {name: count for name, (_, count) in now.items()})
+        named = {_no_space_name(cause, one): one for one in among if not one.of_bench}
+        now = {name: one.counters.no_space[cause] for name, one in named.items()}
+        _, gained = self._no_space.gained(MINUTE_S, now)
         name = max(gained, key=gained.__getitem__, default="")
-        return now[name][0] if gained.get(name, 0) > 0 else None  # one that was opened again counts from 0
-
-    def _without_space(self) -> dict[str, tuple[Namespace, int]]:
-        """Return each known namespace and how many of its blocks got no space, by cause and fingerprint."""
-        return {
-            f"{cause} {one.fingerprint.hex()}": (one, count)
-            for one in self._cache.namespaces.values()
-            if not one.of_bench
-            for cause, count in one.counters.no_space.items()
-        }
+        return named[name] if gained.get(name, 0) > 0 else None  # one that was opened again counts from 0
 
     def last_hour_in_steps(self, total: Mapping[str, float]) -> list[tuple[float, Window]]:
         """Return the traffic of the last hour in steps, oldest first, each with the seconds since its end."""
@@ -199,3 +197,8 @@ def figures(counts: Mapping[str, float]) -> dict[str, Any]:
         "no_space_keys": sum(causes.values()),
         "no_space_causes": causes,
     }
+
+
+def _no_space_name(cause: str, namespace: Namespace) -> str:
+    """Return the name of the counter of a namespace's blocks that got no space for a cause."""
+    return f"{cause} {namespace.fingerprint.hex()}"

@@ -89,7 +89,7 @@ class Generations:
         self.known: Collection[bytes] = ()
         self.voided: set[bytes] = set()
         self._cleared_at: dict[bytes, int] = {}
-        """Time of the latest clear that ``void_before`` was told."""
+        """Time of the latest clear of each namespace that ``void_before`` was given."""
         self.restore(resets or Resets())
 
     def restore(self, resets: Resets) -> None:

@@ -64,7 +64,7 @@ class Follow(msgspec.Struct, array_like=True, frozen=True):
     Attributes:
         others: fingerprints of further namespaces whose generations are asked for, up to ``MAX_FOLLOWED``. The reply
             has the same of each. A peer of an earlier build ignores them: its reply is of the first namespace alone.
-        cleared_at: time of the clear whose generation this is, in microseconds since 1970; 0 if it is told for another
+        cleared_at: time of the clear whose generation this is, in microseconds since 1970; 0 if it is sent for another
             reason. Clears by two nodes that do not know of each other may have one number. So a peer that has it
             already drops what it stored before this time. One of an earlier build ignores it.
     """

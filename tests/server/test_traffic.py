@@ -80,15 +80,15 @@ def test_the_namespace_without_space_is_that_of_the_last_minute() -> None:
     clock, before, now = Clock(), namespace(1), namespace(2)
     every = [before, now]
     traffic = counts(clock, open_all(*every))
-    assert traffic.least_space("quota", every) is None
+    assert traffic.most_refused("quota", every) is None
     before.counters.no_space["quota"] = 1000
-    assert traffic.least_space("quota", every) is before
+    assert traffic.most_refused("quota", every) is before
     for _ in range(90):
         clock.now += 1.0
         traffic.tick()
-    assert traffic.least_space("quota", every) is None
+    assert traffic.most_refused("quota", every) is None
     now.counters.no_space.update(quota=3, pinned=5)
     before.counters.no_space["pinned"] = 4
-    assert (traffic.least_space("quota", every), traffic.least_space("pinned", every)) == (now, now)
+    assert (traffic.most_refused("quota", every), traffic.most_refused("pinned", every)) == (now, now)
     before.counters.no_space["quota"] += 10
-    assert traffic.least_space("quota", [now]) is now, "of those that are asked about"
+    assert traffic.most_refused("quota", [now]) is now, "of those that are asked about"
