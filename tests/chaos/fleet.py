@@ -15,6 +15,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import NamedTuple
@@ -258,12 +259,16 @@ class Fleet:
         time.sleep(seconds)
         self.network.apart = frozenset()
         healed = time.monotonic()
-        readers = sorted(self.members, key=lambda member: not member.has_redis)  # their peers have it by then
         for side in (False, True):
-            writer = next(one for one in readers if (one.number in apart) is side)
+            writer = next(one for one in self.members if one.has_redis and (one.number in apart) is side)
             wait_until(lambda: writer.store(PROBE + side), DEADLINE_S)  # noqa: B023
-            for reader in readers:
+
+        def found(reader: Member) -> None:
+            for side in (False, True):
                 wait_until(lambda: reader.find(PROBE + side), DEADLINE_S, explain=self._down)  # noqa: B023
+
+        with ThreadPoolExecutor(NODES) as readers:  # at once: one after the other they took 32 turns of two cores
+            list(readers.map(found, self.members))
         return time.monotonic() - healed
 
     def measure_idle(self) -> tuple[float, float]:
