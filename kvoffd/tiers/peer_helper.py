@@ -153,13 +153,14 @@ class Link:
         """A sentence with a place for the peer's address, once an attempt has failed and none has succeeded since."""
         self._tried_at: float | None = None
 
-    def take(self) -> None:
-        """Read the events that are there."""
+    def take(self) -> bool:
+        """Read the events that are there. Returns whether it has been connected anew."""
+        connected = False
         for event in events_of(self.events):
             if event == zmq.EVENT_CONNECT_DELAYED:
                 self._tried_at = time.monotonic()
             elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                self.problem = ""
+                self.problem, connected = "", True
             elif event & HANDSHAKE_FAILED:
                 self.problem = self.REFUSED
             elif event == zmq.EVENT_CLOSED and self._tried_at is not None:
@@ -169,6 +170,7 @@ class Link:
                 if self._tried_at is None:  # there was no address to connect to
                     self.problem = self.UNKNOWN
                 self._tried_at = None
+        return connected
 
 
 class Helper:
@@ -319,9 +321,9 @@ class Helper:
                     if not (data := self._channel.recv(MAX_MESSAGE_BYTES)):
                         return  # the daemon is gone
                     self._from_daemon(*parsed(data))
-            for link in self._links.values():
-                if ready.pop(link.events, 0):
-                    link.take()
+            for number, link in self._links.items():
+                if ready.pop(link.events, 0) and link.take():
+                    self._connected_anew(number)
             if self._router_events is not None and ready.pop(self._router_events, 0):
                 self._refused_handshakes += sum(1 for _ in events_of(self._router_events))
             for number, peer in enumerate(self._peers):
@@ -466,6 +468,12 @@ class Helper:
         name = self._agents[number].name
         self._agents = {at: agent for at, agent in self._agents.items() if agent.name != name}
         self._remove_agent(name)
+
+    def _connected_anew(self, number: int) -> None:
+        """Have NIXL connect to a peer anew too, once ZeroMQ has: its connection of before may hang for as long again as
+        the network was away, since TCP doubles the time to its next try."""
+        if number in self._agents:
+            self._drop_agent(number)
 
     def _remove_agent(self, name: str) -> None:
         with suppress(Exception):  # of a peer that is gone; other peers are read all the same
