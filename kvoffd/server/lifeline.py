@@ -239,7 +239,7 @@ class LifelineServer:
                     self._attach(connection, frame.segment_id)
         except lifeline.LifelineError as error:
             self._service.request_counts.count_error(ErrorCode.MALFORMED)
-            self._ended.warn("A lifeline was closed: %s", error)
+            self._ended.warn("The lifeline of session %d was closed: %s", connection.session.id, error)
             self._end(connection, Ending.MALFORMED)
         except (EOFError, ConnectionError):
             self._end(connection, Ending.CLOSED if connection.leaving else Ending.GONE)

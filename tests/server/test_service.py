@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import random
 import socket
@@ -36,12 +37,13 @@ from kvoffd.server.session import ClientProcess, Session
 from kvoffd.server.sessions import credit_of_all_bytes, may_connect
 from kvoffd.server.tier_supervisor import TierSupervisor
 from kvoffd.system.mappings import HostMapping
+from kvoffd.tiers.peer_caller import Calls
 from kvoffd.transfer.engine import CopyEngine, EngineMemory, OnMapped, Transfer
 from kvoffd.transfer.plan import CopyEnd, Direction, build_layouts
 from kvoffd_client.worker_client import Job, submit_of
 from kvoffd_proto import codec
 from kvoffd_proto import messages as m
-from kvoffd_proto.admin import Clear, ListPrompts, PromptsListed
+from kvoffd_proto.admin import Clear, ListPrompts, PromptsListed, ResetFleet
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.messages import GroupTransfer
 from kvoffd_proto.stats import Stats, StatsReply
@@ -326,6 +328,44 @@ def test_each_kind_of_request_has_one_handler(bench: Bench) -> None:
         handlers_of(part for part in parts if not isinstance(part, Lookups))
     with pytest.raises(AssertionError, match="two handlers of"):
         handlers_of([*parts, parts[0]])
+
+
+def test_a_frame_that_is_no_request_is_refused_by_its_number_and_logged_as_its_sessions(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its client waits for the reply to that number; the log said that it had no session."""
+    caplog.set_level(logging.DEBUG)
+    worker, most = bench.session(), bench.config.limits.max_frame_bytes
+    large = codec.encode(m.Lookup(7, NAMESPACE, 1 << 32, [m.GroupKeys(0, bytes(most))]))
+    for frame, code in ((codec.encode(("stats", 7, "x")), ErrorCode.MALFORMED), (large, ErrorCode.TOO_LARGE)):
+        bench.service.handle(worker.route, frame)
+        ((_, reply),) = bench.service.outgoing()[1]
+        refused = codec.decode_reply(reply)
+        assert isinstance(refused, m.Error)
+        assert (refused.request_id, refused.code) == (7, code)
+        assert f"session {worker.id} (test)" in caplog.messages[-1]
+    assert bench.service.request_counts.errors == {"malformed": 1, "too_large": 1}
+
+
+def test_a_clear_of_all_nodes_counts_the_blocks_of_its_own_namespace(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not those that another node voided, which are dropped with them."""
+    worker, admin, generations = bench.session(), bench.session(m.Role.ADMIN), bench.service.state.generations
+    bench.copy(worker)
+    bench.end_copy()
+
+    def void_everywhere(fingerprint: bytes) -> tuple[dict[str, Any], Calls]:
+        generations.hear(fingerprint, 8)
+        return {"a store": SimpleNamespace(ended=True, problem="")}, Calls({}, {}, ended=True)
+
+    monkeypatch.setattr(TierSupervisor, "shares", True)
+    monkeypatch.setattr(bench.service.tier_supervisor, "void_everywhere", void_everywhere)
+    generations.hear(NAMESPACE, 7)
+    for fingerprint in (b"o" * 32, NAMESPACE):
+        (done,) = bench.ask(admin, ResetFleet(1, fingerprint))
+        assert isinstance(done, m.Done)
+        assert (done.count, bench.service.cache.namespaces[NAMESPACE].ready_blocks) == (0, 0)
 
 
 # --- jobs ------------------------------------------------------------------------------------------
