@@ -5,7 +5,7 @@ else. /readyz is 200 while the daemon accepts sessions. Both list the known prob
 
 asyncio's streams serve in a thread and loop of their own, one request per connection. Answers are computed in the
 daemon's loop, which proves that it runs. They are cached for a second: any process of the machine may ask, and must
-not slow down lookups.
+not slow down lookups. Nor may it keep a probe from its answer: see ``HttpServer._close_one``.
 """
 
 from __future__ import annotations
@@ -15,9 +15,11 @@ import logging
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass
 from http import HTTPStatus
 from ipaddress import ip_address
 from pathlib import Path
@@ -40,9 +42,11 @@ LOOP_S = 2.0
 FRESH_S = 1.0
 """Time for which an answer is given again."""
 MAX_CONNECTIONS = 32
+"""Limit of connections that are open at once."""
 MAX_REQUEST_BYTES = 8192
 MAX_DISCARDED_BYTES = 1 << 20
-PATHS = ("/metrics", "/healthz", "/readyz", "/stats.json", "/page.json")
+PROBES = "/healthz", "/readyz"
+PATHS = ("/metrics", *PROBES, "/stats.json", "/page.json")
 PRIVATE = (".svc", ".local", ".internal", ".localhost")
 """Ends of names that the public DNS does not have: Services of Kubernetes, and networks of their own."""
 POLICY = (
@@ -89,6 +93,14 @@ def _sentence(status: HTTPStatus, text: str) -> _Answer:
     return _Answer(status, f"{text}\n".encode())
 
 
+@dataclass(eq=False)
+class _Connection:
+    address: str
+    """Address of its client, without the port; empty if that is gone already."""
+    is_probe: bool = False
+    """Whether a probe's request has arrived."""
+
+
 class HttpServer:
     """Listens when constructed, answers after ``start``. Raises KvoffdError if the address is unusable."""
 
@@ -96,10 +108,10 @@ class HttpServer:
         self._hosts, self._daemon, self._loop = hosts, daemon, loop
         self._own_names = set[str]()
         self._dashboard = Path(__file__).with_name("dashboard.html").read_bytes()
-        self._locks = {path: asyncio.Lock() for path in PATHS}
-        self._fresh: dict[str, tuple[float, _Answer]] = {}
-        self._open: dict[asyncio.Task[None] | None, None] = {}
-        """Connections, oldest first."""
+        self._answers: dict[str, tuple[float, asyncio.Task[_Answer]]] = {}
+        """The latest answer by path, perhaps still being made, with the time until which it is given."""
+        self._open: dict[asyncio.Task[None], _Connection] = {}
+        """Connections by the tasks that serve them, oldest first."""
         self._ended: Future[None] = Future()
         self._listeners = listen(*parse_address(address))
 
@@ -121,16 +133,14 @@ class HttpServer:
             server.close()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Answer one request, and close the connection.
-
-        Beyond the limit the oldest connection is closed, so that idle ones never block a probe.
-        """
-        self._open[task := asyncio.current_task()] = None
-        if len(self._open) > MAX_CONNECTIONS and (oldest := next(iter(self._open))):
-            del self._open[oldest]
-            oldest.cancel()
+        """Answer one request, and close the connection."""
+        task, peer = asyncio.current_task(), writer.get_extra_info("peername")
+        assert task is not None, "it runs in a task"
+        connection = self._open[task] = _Connection(peer[0] if peer else "")
+        if len(self._open) > MAX_CONNECTIONS:
+            self._close_one()
         try:
-            if (answer := await self._read_and_answer(reader)) is not None:
+            if (answer := await self._read_and_answer(reader, connection)) is not None:
                 async with asyncio.timeout(REQUEST_S):
                     await _send(answer, reader, writer)
         except OSError:
@@ -141,7 +151,19 @@ class HttpServer:
             writer.transport.abort()
             self._open.pop(task, None)
 
-    async def _read_and_answer(self, reader: asyncio.StreamReader) -> _Answer | None:
+    def _close_one(self) -> None:
+        """Close a connection of the address that has the most: its oldest one without a probe's request, if it has one.
+
+        So neither idle connections nor a client that asks too often keep a probe from its answer: an orchestrator would
+        restart the daemon.
+        """
+        counts = Counter(one.address for one in self._open.values())
+        tasks = {task: (counts[one.address], not one.is_probe) for task, one in self._open.items()}
+        closed = max(tasks, key=tasks.__getitem__)  # the first of several, which is the oldest
+        del self._open[closed]
+        closed.cancel()
+
+    async def _read_and_answer(self, reader: asyncio.StreamReader, connection: _Connection) -> _Answer | None:
         """Return the answer to the connection's request; None if the peer closed without one."""
         try:
             async with asyncio.timeout(REQUEST_S):
@@ -159,6 +181,7 @@ class HttpServer:
         if words[0] != b"GET":
             return _sentence(HTTPStatus.METHOD_NOT_ALLOWED, "Only GET is served.")
         path = words[1].split(b"?", 1)[0].decode(errors="replace")
+        connection.is_probe = path in PROBES
         for host in _hosts_of(head):
             if not (self._is_served(host) or host in await asyncio.to_thread(self._find_own_names)):
                 text = "Use an IP address, localhost or this machine's name as the host, or add this one to http_hosts."
@@ -186,16 +209,15 @@ class HttpServer:
             return _Answer(HTTPStatus.OK, self._dashboard, "text/html; charset=utf-8")
         if path not in PATHS:
             return _sentence(HTTPStatus.NOT_FOUND, f"Only / and {', '.join(PATHS)} are served.")
-        async with self._locks[path]:
-            until, answer = self._fresh.get(path) or (0.0, None)
-            if answer is None or time.monotonic() >= until:
-                answer = await self._make(path)
-                self._fresh[path] = time.monotonic() + FRESH_S, answer
-            return answer
+        until, making = self._answers.get(path, (0.0, None))
+        if making is None or (making.done() and time.monotonic() >= until):
+            making = asyncio.create_task(self._make(path))
+            self._answers[path] = time.monotonic() + FRESH_S, making
+        return await asyncio.shield(making)  # all who ask now wait for it, also when this connection is closed
 
     async def _make(self, path: str) -> _Answer:
         try:
-            if path in ("/healthz", "/readyz"):
+            if path in PROBES:
                 return await self._health(path)
             return await (self._page() if path == "/page.json" else self._stats(path))
         except TimeoutError:
