@@ -15,7 +15,7 @@ import logging
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import islice, repeat
 from math import inf
 from typing import ClassVar
@@ -29,6 +29,7 @@ from kvoffd.cache.hooks import NO_TOKENS, BlockTokens
 from kvoffd.cache.tickets import Check, LoadTicket, StorePart, StoreTicket
 from kvoffd.config import Config
 from kvoffd.errors import BadBlockIds, BadKeys, KvoffdError, NotReady, UnknownLease
+from kvoffd.observe.meters import HOUR_S, CounterWindows
 from kvoffd.pool.pool import Pool
 from kvoffd.server.handlers import answers
 from kvoffd.server.host import Host
@@ -429,6 +430,7 @@ class Jobs:
         self.with_results: dict[int, Session] = {}
         """Sessions with unpublished results, by id."""
         self.counters = {direction: DirectionCounters() for direction in Direction}
+        self._windows = {direction: CounterWindows(host.now) for direction in Direction}
         self.cancelled_stores = 0
         """Number of stores that were cancelled before their copy began."""
 
@@ -444,6 +446,15 @@ class Jobs:
     def of(self, session: Session) -> Mapping[int, StoreBatch | LoadJob]:
         """Return a session's jobs without a result, by id."""
         return self._unanswered.get(session, {})
+
+    def tick(self) -> None:
+        for direction, counters in self.counters.items():
+            self._windows[direction].sample(asdict(counters))
+
+    def in_last_hour(self, direction: Direction) -> DirectionCounters:
+        """Return what was counted in the last hour."""
+        _, gained = self._windows[direction].gained(HOUR_S, asdict(self.counters[direction]))
+        return DirectionCounters(**{name: int(count) for name, count in gained.items()})
 
     @answers(Submit)
     def submit(self, session: Session, message: Submit) -> None:

@@ -233,6 +233,23 @@ def test_late_lookups_are_of_the_minute_in_which_they_were_late(bench: Bench) ->
     assert late() == (0, 8, 10)
 
 
+def test_jobs_that_failed_are_of_the_hour_in_which_they_ended(bench: Bench) -> None:
+    worker, admin = bench.session(), bench.session(m.Role.ADMIN)
+    bench.copy(worker, 1 << 32)  # a load under no lease
+
+    def counts() -> tuple[int, ...]:
+        (stats,) = bench.ask(admin, Stats(1))
+        assert isinstance(stats, StatsReply)
+        load = stats.stats.load
+        return load.jobs, load.failed_jobs, load.last_hour_jobs, load.last_hour_failed_jobs
+
+    assert counts() == (1, 1, 1, 1)
+    for _ in range(80):
+        bench.now += 60
+        bench.service.jobs.tick()
+    assert counts() == (1, 1, 0, 0)
+
+
 def test_each_prompts_tokens_are_counted_once(bench: Bench) -> None:
     scheduler, admin = bench.session(m.Role.SCHEDULER), bench.session(m.Role.ADMIN)
 
