@@ -12,6 +12,7 @@ from kvoffd.server.known_namespaces import KnownNamespaces
 from kvoffd.server.persistence import State
 from kvoffd.server.session import Session
 from kvoffd.server.tier_supervisor import TierSupervisor
+from kvoffd.system.rare_warnings import USUAL, RareWarnings
 from kvoffd.tiers.fleet_clears import Raise
 from kvoffd.tiers.peer_caller import Calls
 from kvoffd_proto import admin as a
@@ -20,6 +21,7 @@ from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.stats import namespace_id
 
 logger = logging.getLogger(__name__)
+_resets = RareWarnings(logger, logging.INFO, USUAL)
 
 RESET_NOT_SAVED = "After a kill or a reboot the namespace's blocks may come back from disks and shared stores."
 NO_ANSWER = "it has not answered yet."
@@ -51,7 +53,7 @@ class NamespaceResets:
         in_memory = ""
         if self._tier_supervisor.shares:
             name = namespace.fingerprint.hex()
-            logger.info(
+            _resets.warn(
                 "An engine reset the namespace %r; its blocks are no longer shared with other nodes. `kvoffd-cli clear "
                 "%s --all-nodes` shares it again.",
                 *(namespace.label, name),

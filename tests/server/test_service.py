@@ -37,6 +37,7 @@ from kvoffd.server.session import ClientProcess, Session
 from kvoffd.server.sessions import credit_of_all_bytes, may_connect
 from kvoffd.server.tier_supervisor import TierSupervisor
 from kvoffd.system.mappings import HostMapping
+from kvoffd.system.rare_warnings import RareWarnings
 from kvoffd.tiers.peer_caller import Calls
 from kvoffd.transfer.engine import CopyEngine, EngineMemory, OnMapped, Transfer
 from kvoffd.transfer.plan import CopyEnd, Direction, build_layouts
@@ -690,6 +691,36 @@ def test_ids_of_sessions_begin_again_after_the_largest(bench: Bench) -> None:
     bench.service.sessions._last_id = m.END_OF_SESSION_IDS - 2
     ids = [bench.session(m.Role.SCHEDULER).id for _ in range(2)]
     assert [first.id, second.id, *ids] == [1, 2, m.END_OF_SESSION_IDS - 1, 3]
+
+
+def test_sessions_that_come_and_go_in_a_loop_do_not_fill_a_disk_with_lines(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    rare = RareWarnings(logging.getLogger("kvoffd.server.sessions"), logging.INFO, 5)
+    monkeypatch.setattr("kvoffd.server.sessions._come_and_gone", rare)
+    for _ in range(10):
+        bench.service.sessions.end(bench.session(), lambda: None)
+    lines = [one.getMessage() for one in caplog.records if one.name == "kvoffd.server.sessions"]
+    assert [line.partition(" ended")[0].partition(":")[0] for line in lines] == [
+        *("Session 1", "Session 1 (worker test)", "Session 2", "Session 2 (worker test)", "Session 3")
+    ]
+
+
+def test_results_are_sent_again_a_bounded_number_of_times(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The replies wait for a client that reads none of them, in the daemon's memory. One that acknowledges gets them."""
+    worker = bench.session()
+    bench.copy(worker)
+    bench.end_copy()
+    bench.service.outgoing()
+    monkeypatch.setattr("kvoffd.server.sessions.MAX_REPLAYED_BYTES", 3 * worker.completions.nbytes)
+
+    def ask(acknowledged: int) -> str:
+        (reply,) = bench.ask(worker, m.Results(1, acknowledged))
+        return reply.code.name if isinstance(reply, m.Error) else type(reply).__name__
+
+    assert [ask(0) for _ in range(5)] == [*["ResultsReply"] * 3, *["TOO_MANY"] * 2]
+    assert [ask(1) for _ in range(5)] == ["ResultsReply"] * 5
 
 
 def test_credit_is_an_eighth_of_the_pool_among_writers(bench: Bench) -> None:
