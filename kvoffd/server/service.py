@@ -63,8 +63,8 @@ NO_MISTAKES = ErrorCode.INTERNAL, ErrorCode.MALFORMED, ErrorCode.TOO_LARGE
 class Service:
     """The parts of one daemon, its outgoing messages, and its counters.
 
-    The sockets call ``handle`` for each request, send the messages of ``outgoing``, and then call ``after_send``: at
-    once if ``urgent``, else a little later. Between requests they call ``background`` while it has more to do.
+    In a turn of the loop the sockets call ``handle`` for each request, send the messages of ``outgoing``, and then call
+    ``after_send``: at once if ``urgent``, else a little later. Each turn ends with a step of ``background``.
     """
 
     def __init__(

@@ -708,7 +708,7 @@ def test_sessions_that_come_and_go_in_a_loop_do_not_fill_a_disk_with_lines(
 
 
 def test_results_are_sent_again_a_bounded_number_of_times(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The replies wait for a client that reads none of them, in the daemon's memory. One that acknowledges gets them."""
+    """The replies wait in the daemon's memory for a client that reads none. One that acknowledges gets them."""
     worker = bench.session()
     bench.copy(worker)
     bench.end_copy()

@@ -282,6 +282,21 @@ def test_who_connects_again_under_its_own_name_is_answered(directory: Path) -> N
     with_clients(directory, run)
 
 
+def test_connections_that_wait_for_their_admission_are_admitted_in_several_turns(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client that connects in a loop keeps nothing else from its turn, and nobody from being admitted."""
+    monkeypatch.setattr("kvoffd.server.sockets.ADMITTED_AT_ONCE", 1)
+
+    def run(room: Room) -> None:
+        clients = [room.client() for _ in range(30)]
+        for number, client in enumerate(clients):
+            client.send(b"%d" % number)
+        assert [client.recv() for client in clients] == [b"%d" % number for number in range(30)]
+
+    with_clients(directory, run)
+
+
 class Counting:
     """A socket that counts the frames that it receives."""
 
