@@ -3,9 +3,10 @@
 /healthz is 200 while the loop answers and engines can connect, whatever else is wrong: a restart would fix nothing
 else. /readyz is 200 while the daemon accepts sessions. Both list the known problems.
 
-asyncio's streams serve in a thread and loop of their own, one request per connection. Answers are computed in the
+asyncio's streams serve in a thread and loop of their own, one request per connection. Beyond ``MAX_CONNECTIONS`` each
+new one closes another: see ``HttpServer._close_one``. Answers are computed in the
 daemon's loop, which proves that it runs. They are cached for a second: any process of the machine may ask, and must
-not slow down lookups. Nor may it keep a probe from its answer: see ``HttpServer._close_one``.
+not slow down lookups.
 """
 
 from __future__ import annotations
@@ -43,10 +44,14 @@ FRESH_S = 1.0
 """Time for which an answer is given again."""
 MAX_CONNECTIONS = 32
 """Limit of connections that are open at once."""
+BACKLOG, ACCEPTED_AT_ONCE = 1024, 64
+RETRY_S = 0.25
+"""Pause after accept() failed, for example for lack of descriptors: it would fail again at once."""
 MAX_REQUEST_BYTES = 8192
 MAX_DISCARDED_BYTES = 1 << 20
 PROBES = "/healthz", "/readyz"
 PATHS = ("/metrics", *PROBES, "/stats.json", "/page.json")
+PROBES_BEGIN = tuple(f"GET {path}".encode() for path in PROBES)
 PRIVATE = (".svc", ".local", ".internal", ".localhost")
 """Ends of names that the public DNS does not have: Services of Kubernetes, and networks of their own."""
 POLICY = (
@@ -95,10 +100,13 @@ def _sentence(status: HTTPStatus, text: str) -> _Answer:
 
 @dataclass(eq=False)
 class _Connection:
+    stream: socket.socket
     address: str
-    """Address of its client, without the port; empty if that is gone already."""
-    is_probe: bool = False
-    """Whether a probe's request has arrived."""
+    """Address of its client, without the port."""
+    is_probe: bool
+    """Whether a probe's request has arrived, as far as is known."""
+    has_begun: bool = False
+    """Whether its task has begun, and closes the stream."""
 
 
 class HttpServer:
@@ -110,8 +118,8 @@ class HttpServer:
         self._dashboard = Path(__file__).with_name("dashboard.html").read_bytes()
         self._answers: dict[str, tuple[float, asyncio.Task[_Answer]]] = {}
         """The latest answer by path, perhaps still being made, with the time until which it is given."""
-        self._open: dict[asyncio.Task[None], _Connection] = {}
-        """Connections by the tasks that serve them, oldest first."""
+        self._open: dict[_Connection, asyncio.Task[None]] = {}
+        """The tasks that serve connections, oldest first."""
         self._ended: Future[None] = Future()
         self._listeners = listen(*parse_address(address))
 
@@ -125,43 +133,65 @@ class HttpServer:
     async def _listen(self) -> None:
         # Without a number of threads asyncio asks for the process's CPUs, which a seccomp filter may refuse.
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1, "kvoffd-http"))
-        servers = [
-            await asyncio.start_server(self._serve, sock=one, limit=MAX_REQUEST_BYTES) for one in self._listeners
-        ]
+        for listener in self._listeners:
+            listener.setblocking(False)
+            listener.listen(BACKLOG)
+            self._listen_on(listener)
         await asyncio.wrap_future(self._ended)
-        for server in servers:
-            server.close()
+        for listener in self._listeners:
+            asyncio.get_running_loop().remove_reader(listener)
+            listener.close()
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Answer one request, and close the connection."""
-        task, peer = asyncio.current_task(), writer.get_extra_info("peername")
-        assert task is not None, "it runs in a task"
-        connection = self._open[task] = _Connection(peer[0] if peer else "")
-        if len(self._open) > MAX_CONNECTIONS:
-            self._close_one()
-        try:
-            if (answer := await self._read_and_answer(reader, connection)) is not None:
-                async with asyncio.timeout(REQUEST_S):
-                    await _send(answer, reader, writer)
-        except OSError:
-            pass  # the peer is gone, or does not read
-        except Exception:
-            logger.exception("An HTTP connection failed inside the daemon.")
-        finally:
-            writer.transport.abort()
-            self._open.pop(task, None)
+    def _listen_on(self, listener: socket.socket) -> None:
+        if listener.fileno() >= 0:
+            asyncio.get_running_loop().add_reader(listener, self._accept, listener)
+
+    def _accept(self, listener: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        for _ in range(ACCEPTED_AT_ONCE):
+            try:
+                stream, peer = listener.accept()
+            except (BlockingIOError, ConnectionAbortedError):
+                return
+            except OSError:
+                loop.remove_reader(listener)
+                loop.call_later(RETRY_S, self._listen_on, listener)
+                return
+            stream.setblocking(False)
+            connection = _Connection(stream, peer[0], _begins_as_probe(stream))
+            self._open[connection] = loop.create_task(self._serve(connection))
+            if len(self._open) > MAX_CONNECTIONS:
+                self._close_one()
 
     def _close_one(self) -> None:
         """Close a connection of the address that has the most: its oldest one without a probe's request, if it has one.
 
         So neither idle connections nor a client that asks too often keep a probe from its answer: an orchestrator would
-        restart the daemon.
+        restart the daemon. Closing one costs little until its task has begun.
         """
-        counts = Counter(one.address for one in self._open.values())
-        tasks = {task: (counts[one.address], not one.is_probe) for task, one in self._open.items()}
-        closed = max(tasks, key=tasks.__getitem__)  # the first of several, which is the oldest
-        del self._open[closed]
-        closed.cancel()
+        counts = Counter(one.address for one in self._open)
+        closed = max(self._open, key=lambda one: (counts[one.address], not one.is_probe))  # the oldest of several
+        self._open.pop(closed).cancel()
+        if not closed.has_begun:
+            closed.stream.close()
+
+    async def _serve(self, connection: _Connection) -> None:
+        """Answer one request, and close the connection."""
+        connection.has_begun = True
+        try:
+            reader, writer = await asyncio.open_connection(limit=MAX_REQUEST_BYTES, sock=connection.stream)
+            try:
+                if (answer := await self._read_and_answer(reader, connection)) is not None:
+                    async with asyncio.timeout(REQUEST_S):
+                        await _send(answer, reader, writer)
+            finally:
+                writer.transport.abort()
+        except OSError:
+            pass  # the peer is gone, or does not read
+        except Exception:
+            logger.exception("An HTTP connection failed inside the daemon.")
+        finally:
+            self._open.pop(connection, None)
 
     async def _read_and_answer(self, reader: asyncio.StreamReader, connection: _Connection) -> _Answer | None:
         """Return the answer to the connection's request; None if the peer closed without one."""
@@ -266,6 +296,13 @@ class HttpServer:
 
         self._loop.call_soon_threadsafe(ask)
         return await asyncio.wait_for(asyncio.wrap_future(reply), LOOP_S)
+
+
+def _begins_as_probe(stream: socket.socket) -> bool:
+    """Return whether a probe's request has arrived. It stays unread."""
+    with suppress(OSError):  # nothing has arrived, or the peer is gone
+        return stream.recv(max(map(len, PROBES_BEGIN)), socket.MSG_PEEK).startswith(PROBES_BEGIN)
+    return False
 
 
 async def _send(answer: _Answer, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

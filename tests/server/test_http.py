@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
+from typing import Any
 
 import pytest
 
@@ -98,6 +99,40 @@ def test_a_probe_is_answered_whatever_a_neighbour_asks_for(address: str, monkeyp
         daemon.may_answer.set()
         assert received(probe).startswith(b"HTTP/1.1 200 ")
         assert received(others[-1]).startswith(b"HTTP/1.1 503 "), "it has no statistics"
+
+
+def test_of_connections_that_come_at_once_those_of_probes_are_served_and_no_more_than_the_limit_begun(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The others cost little: so a thread that is behind catches up."""
+    begun = 0
+    serve = HttpServer._serve
+
+    async def counted(server: HttpServer, connection: Any) -> None:
+        nonlocal begun
+        begun += 1
+        await serve(server, connection)
+
+    monkeypatch.setattr(HttpServer, "_serve", counted)
+    monkeypatch.setattr(http, "ACCEPTED_AT_ONCE", 100)
+    daemon, loop, port = FailingDaemon(), asyncio.new_event_loop(), free_port()
+    daemon.mended = True
+    thread = threading.Thread(target=loop.run_forever)
+    server = HttpServer(f"127.0.0.1:{port}", (), daemon, loop)
+    thread.start()
+    try:
+        with ExitStack() as held:
+            probe = held.enter_context(ask(port, "/healthz", "127.0.0.1"))
+            for _ in range(99):
+                held.enter_context(ask(port, "/metrics", "127.0.0.1"))
+            server.start()
+            assert received(probe).startswith(b"HTTP/1.1 200 ")
+        assert begun <= 2 * MAX_CONNECTIONS
+    finally:
+        server.close()
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
 
 
 def test_an_answer_is_made_once_for_all_also_if_who_asked_first_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
