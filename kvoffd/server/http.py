@@ -30,7 +30,7 @@ import msgspec
 
 from kvoffd.config import parse_address
 from kvoffd.server.page import PageFacts, page_of
-from kvoffd.system.listening import listen
+from kvoffd.system.listening import RETRY_S, listen
 from kvoffd_proto.admin import HealthReply
 from kvoffd_proto.stats import DaemonStats
 
@@ -44,9 +44,7 @@ FRESH_S = 1.0
 """Time for which an answer is given again."""
 MAX_CONNECTIONS = 32
 """Limit of connections that are open at once."""
-BACKLOG, ACCEPTED_AT_ONCE = 1024, 64
-RETRY_S = 0.25
-"""Pause after accept() failed, for example for lack of descriptors: it would fail again at once."""
+ACCEPTED_AT_ONCE = 64
 MAX_REQUEST_BYTES = 8192
 MAX_DISCARDED_BYTES = 1 << 20
 PROBES = "/healthz", "/readyz"
@@ -135,7 +133,6 @@ class HttpServer:
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1, "kvoffd-http"))
         for listener in self._listeners:
             listener.setblocking(False)
-            listener.listen(BACKLOG)
             self._listen_on(listener)
         await asyncio.wrap_future(self._ended)
         for listener in self._listeners:

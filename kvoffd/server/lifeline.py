@@ -18,9 +18,10 @@ from kvoffd.errors import KvoffdError
 from kvoffd.server.service import Service
 from kvoffd.server.session import ClientProcess, Session
 from kvoffd.server.sessions import Ending, may_connect
-from kvoffd.server.sockets import BACKLOG, FEW_DESCRIPTORS, RETRY_S, Sockets
+from kvoffd.server.sockets import FEW_DESCRIPTORS, Sockets
 from kvoffd.system.directory import DaemonDirectory
 from kvoffd.system.limits import few_descriptors_left
+from kvoffd.system.listening import BACKLOG, RETRY_S
 from kvoffd.system.mappings import PageFaulter, check_descriptor
 from kvoffd.system.rare_warnings import RareWarnings
 from kvoffd_proto import lifeline

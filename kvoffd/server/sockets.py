@@ -27,6 +27,7 @@ from kvoffd.server.session import ClientProcess
 from kvoffd.server.sessions import may_connect
 from kvoffd.system.directory import DaemonDirectory
 from kvoffd.system.limits import few_descriptors_left
+from kvoffd.system.listening import BACKLOG
 from kvoffd.system.rare_warnings import RareWarnings
 from kvoffd_proto.errors import ErrorCode
 
@@ -37,9 +38,6 @@ QUEUED_MESSAGES = 1000
 QUEUED_PUBLICATIONS = 256
 """The same of publications to one subscriber, which has a queue too: one has the tokens of up to a thousand blocks."""
 MAX_SUBSCRIPTION_BYTES = 4096
-BACKLOG = 1024
-RETRY_S = 0.25
-"""Pause after accept() failed, for example for lack of descriptors: it would fail again at once."""
 TURN_S, HANDLED_AT_ONCE = 0.002, 64
 """Time and requests after which a turn ends, so that the loop handles lifelines and timers."""
 ADMITTED_AT_ONCE = 64
