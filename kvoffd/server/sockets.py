@@ -197,7 +197,7 @@ class Sockets:
                 else:
                     more = True
                 more = service.background() or more
-                if service.pending:
+                if service.pending or service.events.pending:
                     self._follow_up(replied := self.flush())
                     more = more or replied  # sending may have consumed the edge of a request that came
             except Exception:  # the loop must survive it; the next tick takes another turn

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -31,6 +32,7 @@ class Echo:
 
     def __init__(self) -> None:
         self.pending: list[object] = []
+        self.events = SimpleNamespace(pending={})
         self.replies: list[tuple[bytes, bytes]] = []
         self.publications: list[tuple[bytes, bytes, bytes]] = []
         self.during: Callable[[bytes], None] = lambda frame: None
@@ -48,6 +50,7 @@ class Echo:
     def outgoing(self) -> tuple[list[tuple[bytes, bytes, bytes]], list[tuple[bytes, bytes]]]:
         replies, self.replies = self.replies, []
         publications, self.publications = self.publications, []
+        self.events.pending.clear()
         self.turns.append(f"{len(replies)} replies")
         return publications, replies
 
@@ -188,6 +191,39 @@ def test_a_request_that_takes_long_between_two_beats_counts_as_a_block_of_the_lo
 
     with_clients(directory, run, service)
     watch.stop()
+
+
+def test_events_of_the_last_step_of_background_work_are_published_in_its_turn(directory: Path) -> None:
+    """They waited for the next message or tick."""
+
+    class Dropping(Echo):
+        left = 0
+
+        def background(self) -> bool:
+            if self.left:
+                self.left -= 1
+                self.publications.append((b"topic", b"%d" % self.left, b"payload"))
+                self.events.pending["namespace"] = ["event"]
+            return self.left > 0
+
+    service = Dropping()
+
+    def run(room: Room) -> None:
+        subscriber, client = room.client(zmq.SUB), room.client()
+        subscriber.setsockopt(zmq.SUBSCRIBE, b"topic")
+        client.send(b"")
+        assert client.recv() == b""
+        deadline = time.monotonic() + 10
+        while not subscriber.poll(10):  # until the subscription has arrived
+            assert time.monotonic() < deadline
+            room.sockets.post(lambda: service.publications.append((b"topic", b"early", b"")))
+        room.sockets.post(lambda: setattr(service, "left", 3))
+        numbers = list[bytes]()
+        while not numbers or numbers[-1] != b"0":
+            numbers.append(subscriber.recv_multipart()[1])
+        assert [one for one in numbers if one != b"early"] == [b"2", b"1", b"0"]
+
+    with_clients(directory, run, service)
 
 
 class Noting:
