@@ -450,9 +450,10 @@ def tiers_down(facts: Facts) -> Iterator[Finding]:
     if keys >= MIN_ERRORS and keys >= LATE_TIER_SHARE * traffic.asked_keys:
         tiers = [(one.directory, one.missed_keys) for one in facts.stats.disks]
         tiers += [(one.url, one.missed_keys) for one in facts.stats.shared]
-        names = " and ".join(printable(name) for name, missed in tiers if missed) or "a disk or a shared store"
         share = percent(keys, traffic.asked_keys)
-        evidence = f"In the last hour {share} of the keys asked for were missed while {names} failed."
+        evidence = f"In the last hour {share} of the keys asked for were missed while a disk or a shared store failed."
+        if names := " and ".join(printable(name) for name, missed in tiers if missed):
+            evidence += f" Since the start these have failed: {names}."
         yield finding("tier_down", evidence, _share(keys, traffic.asked_keys))
 
 
