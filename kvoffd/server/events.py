@@ -37,8 +37,6 @@ class CompletionLog:
         """Results of no batch yet."""
         self.nbytes = 0
         """Encoded size of the unacknowledged batches."""
-        self.replayed_bytes = 0
-        """Bytes of batches that the client got again since it last acknowledged one."""
         self._topic = session_topic(epoch, session_id)
         self._unacknowledged: deque[tuple[Completions, int]] = deque()
         """Batches with their encoded sizes, oldest first."""
@@ -59,7 +57,6 @@ class CompletionLog:
         """Forget all batches up to this one, which the client has received."""
         while self._unacknowledged and self._unacknowledged[0][0].sequence <= sequence:
             self.nbytes -= self._unacknowledged.popleft()[1]
-            self.replayed_bytes = 0
 
     def replay(self) -> list[Completions]:
         return [batch for batch, _ in self._unacknowledged]

@@ -58,10 +58,6 @@ QUIET_S = 0.05
 """Time without a copy after which engines count as idle."""
 MAX_UNACKNOWLEDGED_BYTES = 2 << 20
 """Limit of a session's unacknowledged results, all of which fit a ResultsReply. One may name thousands of keys."""
-MAX_REPLAYED_BYTES = 32 * MAX_UNACKNOWLEDGED_BYTES
-"""Limit of the results that a session gets again before it acknowledges any: replies that it does not read wait."""
-
-NOT_ACKNOWLEDGED = "The session does not acknowledge its results; do so in each Submit."
 
 ERROR_OF_END = {
     CopyEnd.CANCELLED: ErrorCode.CANCELLED,
@@ -507,7 +503,7 @@ class Jobs:
                 why = f"{count} {what}; the limit is {most}. Send several messages, or wait for results."
                 raise KvoffdError(why, ErrorCode.TOO_MANY)
         if log.nbytes >= MAX_UNACKNOWLEDGED_BYTES:
-            raise KvoffdError(NOT_ACKNOWLEDGED, ErrorCode.TOO_MANY)
+            raise KvoffdError("The session does not acknowledge its results; do so in each Submit.", ErrorCode.TOO_MANY)
         parts_of_load: list[list[tuple[GroupPart, JobSpan]]] = [[] for _ in loads.job_ids]
         for part in load_parts:
             for span in part.spans:

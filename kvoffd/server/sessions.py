@@ -15,7 +15,7 @@ from kvoffd.errors import KvoffdError
 from kvoffd.server.events import CompletionLog, Frames
 from kvoffd.server.handlers import answers, filled
 from kvoffd.server.host import Host
-from kvoffd.server.jobs import MAX_REPLAYED_BYTES, NOT_ACKNOWLEDGED, Jobs
+from kvoffd.server.jobs import Jobs
 from kvoffd.server.session import ClientProcess, Lifeline, Session
 from kvoffd.system.rare_warnings import USUAL, RareWarnings
 from kvoffd_proto import admin as a
@@ -205,14 +205,10 @@ class SessionTable:
     @answers(Results)
     def results(self, session: Session, message: Results) -> ResultsReply:
         """Return the unacknowledged results, and the ids of unfinished jobs."""
-        log = session.completions
-        log.acknowledge(message.acknowledged)
+        session.completions.acknowledge(message.acknowledged)
         # Without this a job whose result is in the open batch would be in neither list.
         self._close_batch(session)
-        if log.replayed_bytes + log.nbytes > MAX_REPLAYED_BYTES:
-            raise KvoffdError(NOT_ACKNOWLEDGED, ErrorCode.TOO_MANY)
-        log.replayed_bytes += log.nbytes
-        return ResultsReply(message.request_id, log.replay(), list(self._jobs.of(session)))
+        return ResultsReply(message.request_id, session.completions.replay(), list(self._jobs.of(session)))
 
     def close_batches(self) -> None:
         """Add the new results of all sessions to ``publications``."""

@@ -260,8 +260,8 @@ def failures(facts: Facts) -> Iterator[Finding]:
         named = ", ".join(f"{format_count(count)} {printable(name)}" for name, count in counts)
         yield finding("errors", f"In the last hour the daemon answered with errors: {named}.", 0.5)
     for name, copies in failing_copies(stats):
-        counts = f"{format_count(copies.last_hour_failed_jobs)} of {format_count(copies.last_hour_jobs)}"
-        evidence = f"In the last hour {counts} {name} jobs failed."
+        share = f"{format_count(copies.last_hour_failed_jobs)} of {format_count(copies.last_hour_jobs)}"
+        evidence = f"In the last hour {share} {name} jobs failed."
         causes = stats.last_hour.no_space_causes if name == "store" else {}
         for cause, lost in sorted(causes.items(), key=lambda item: -item[1])[:1]:
             evidence += f" {count_blocks(lost)} had no space: {s.NO_SPACE_CAUSES.get(cause, printable(cause))}."

@@ -707,22 +707,6 @@ def test_sessions_that_come_and_go_in_a_loop_do_not_fill_a_disk_with_lines(
     ]
 
 
-def test_results_are_sent_again_a_bounded_number_of_times(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The replies wait in the daemon's memory for a client that reads none. One that acknowledges gets them."""
-    worker = bench.session()
-    bench.copy(worker)
-    bench.end_copy()
-    bench.service.outgoing()
-    monkeypatch.setattr("kvoffd.server.sessions.MAX_REPLAYED_BYTES", 3 * worker.completions.nbytes)
-
-    def ask(acknowledged: int) -> str:
-        (reply,) = bench.ask(worker, m.Results(1, acknowledged))
-        return reply.code.name if isinstance(reply, m.Error) else type(reply).__name__
-
-    assert [ask(0) for _ in range(5)] == [*["ResultsReply"] * 3, *["TOO_MANY"] * 2]
-    assert [ask(1) for _ in range(5)] == ["ResultsReply"] * 5
-
-
 def test_credit_is_an_eighth_of_the_pool_among_writers(bench: Bench) -> None:
     for pool_bytes, credit in ((1 << 20, 1 << 17), (8 << 30, 1 << 30), (64 << 30, 1 << 30)):
         cache: Any = SimpleNamespace(slots=SimpleNamespace(pool_bytes=pool_bytes))
