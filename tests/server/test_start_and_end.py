@@ -244,9 +244,10 @@ def test_an_end_that_fails_keeps_no_other_from_its_end(
     for owner, name in ((StateFile, "write the state"), (Sockets, "close sockets")):
         close: Callable[..., None] = owner.close
         monkeypatch.setattr(owner, "close", lambda *one, close=close, name=name: done.append(name) or close(*one))
-    life(directory, monkeypatch, LookupError, **{what.replace(" ", "_"): fail})
+    daemon, _ = life(directory, monkeypatch, LookupError, **{what.replace(" ", "_"): fail})
     assert done[-1] == "close sockets"
     assert "write the state" in done
+    daemon._lifelines._listener.close()
 
 
 def test_scrubbing_that_failed_does_not_keep_jobs_from_their_end(
