@@ -350,7 +350,8 @@ class Cache:
             partial = list(islice(self.life.partial_since(since), DROPPED_AT_ONCE))
             self.life.drop_partial(partial)
             ended = len(partial)
-        self._has_overdue = ended > 0
+        # Ended leases that are still to be unpinned may hide overdue ones, which are looked for again afterwards.
+        self._has_overdue = ended > 0 or self.leases.has_to_unpin
         return ended
 
     def background(self) -> bool:

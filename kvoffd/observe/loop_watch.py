@@ -11,7 +11,7 @@ import time
 from types import FrameType
 from typing import NamedTuple
 
-from kvoffd.observe.meters import DurationHistogram
+from kvoffd.observe.meters import DurationHistogram, RecentDurations
 from kvoffd.system.rare_warnings import RareWarnings
 from kvoffd_proto.stats import Histogram
 
@@ -55,6 +55,7 @@ class LoopWatch:
 
     def __init__(self) -> None:
         self._blocked = DurationHistogram(BOUNDS_S)
+        self.recent = RecentDurations(self._blocked, time.monotonic)
         self.loop_blocked_max_seconds = 0.0
         self._due_at = 0.0
         self._turn_depth, self._turn_at, self._longest_turn_s = 0, 0.0, 0.0

@@ -116,3 +116,19 @@ class DurationHistogram:
     def counted(self) -> Histogram:
         totals = accumulate(self._counts)
         return Histogram(dict(zip([*map(str, self._bounds_s), "+Inf"], totals, strict=True)), self._sum_s)
+
+
+class RecentDurations:
+    """The durations of a histogram in each of ``WINDOWS_S``. For one thread."""
+
+    def __init__(self, counted: DurationHistogram, clock: Callable[[], float]) -> None:
+        self._all, self._windows = counted, CounterWindows(clock)
+
+    def sample(self) -> None:
+        """Call it at least about once a second."""
+        self._windows.sample(self._all.counted().buckets)
+
+    def in_last(self, window_s: float) -> Histogram:
+        """Return the durations of the last ``window_s`` seconds, without their sum."""
+        _, gained = self._windows.gained(window_s, self._all.counted().buckets)
+        return Histogram({bound: int(count) for bound, count in gained.items()})

@@ -12,8 +12,7 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack
-from functools import partial
+from contextlib import AsyncExitStack, ExitStack
 
 import uvloop
 
@@ -32,7 +31,6 @@ from kvoffd.server.pool_opening import StartProgress, log_pages, open_pool, rest
 from kvoffd.server.service import Service
 from kvoffd.server.sockets import Sockets
 from kvoffd.server.tier_supervisor import OpenStores, TierSupervisor, make_tiering, shared_stores
-from kvoffd.system.calls import call_each
 from kvoffd.system.directory import DaemonDirectory
 from kvoffd.system.limits import check_loop_calls, raise_descriptor_limit
 from kvoffd.system.mappings import PageFaulter
@@ -162,7 +160,7 @@ class Daemon:
         self._directory.release(served=self.served, keep_lock=self.copy_stuck)
 
     def _close_state(self) -> None:
-        """Close the state file of a daemon that never served; otherwise ``_shutdown`` has."""
+        """Close the state file of a daemon that never served; otherwise ``_serve_pool`` has."""
         if not self.served:
             self._state.file.close()
 
@@ -212,19 +210,33 @@ class Daemon:
         return self._directory.lost_sockets() if self._serving else ""
 
     async def _serve_pool(self) -> None:
-        self._build_service()
-        # Modules and parts live as long as the daemon. Without this a full collection, one per few thousand promotions,
-        # would block the loop for 40 ms.
-        gc.freeze()
-        async with AsyncExitStack() as ends:
-            ends.push_async_callback(self._shutdown)
+        async with AsyncExitStack() as ends:  # the last is called first
+            self._build_service(ends)
+            # Modules and parts live as long as the daemon. Without this a full collection, one per few thousand
+            # promotions, would block the loop for 40 ms.
+            gc.freeze()
+            ends.callback(self._service.save_totals)
+            ends.callback(self._stop_serving)
             await self._startup()
             ends.push_async_callback(self._finish_jobs)
             await self._main_loop()
 
-    def _build_service(self) -> None:
-        """Create the parts without sockets, over the pool."""
-        config, pool = self._config, self._pool
+    def _build_service(self, ends: AsyncExitStack) -> None:
+        """Create the parts, over the pool, without opening sockets. Each part's end is added to ``ends``."""
+        config, pool, work = self._config, self._pool, new_work()
+        sockets = self._sockets = Sockets(config, self._directory)
+        ends.callback(sockets.close, LINGER_MS)
+        gpus = open_gpus(config, pool, work)
+        # Otherwise the driver unpins the pool at the exit.
+        ends.callback(self._end_use, gpus.close, GPUS_CLOSE_S)
+        page_faulter = PageFaulter()
+        ends.callback(page_faulter.close)
+        lifelines_end = ends.enter_context(ExitStack())  # their place in the order: they are made last
+        ends.callback(sockets.finish_posted)
+        ends.callback(self._end_use, gpus.stop, ENGINE_CLOSE_S)
+        host_engine = HostEngine(work, threads_per_direction=config.copy_threads)
+        ends.callback(self._end_use, host_engine.close, ENGINE_CLOSE_S)
+        ends.callback(self._state.file.close)
         events = EventLog()
         cache = Cache(
             pool.slots,
@@ -240,32 +252,29 @@ class Daemon:
         )
         self._policy_file = PolicyFile(cache.policy, config)
         restore(cache, pool, self._policy_file, self._state, config.limits.max_namespaces)
-        self._sockets = Sockets(config, self._directory)
+        ends.callback(self._policy_file.close)  # from here on: it replaces what was restored
         # A post sends the replies that waited for the save.
-        self._state.file.on_saved = lambda: self._sockets.post(lambda: None)
-        work = new_work()
-        self._host_engine = HostEngine(work, threads_per_direction=config.copy_threads)
-        self._gpus = open_gpus(config, pool, work)
-        self._page_faulter = PageFaulter()
+        self._state.file.on_saved = lambda: sockets.post(lambda: None)
         tiering = None
         if config.disk or config.shared or config.peers:
             tiering = make_tiering(config, cache, events, time.monotonic, self._engines_busy, self._state)
-        post = self._sockets.post
-        tier_supervisor = TierSupervisor(config, tiering, cache, pool, time.monotonic, post, self._state)
+        tier_supervisor = TierSupervisor(config, tiering, cache, pool, time.monotonic, sockets.post, self._state)
+        ends.callback(self._end_use, tier_supervisor.close, DISKS_CLOSE_S)
         self._service = Service(
             config,
             cache,
             events,
-            self._host_engine,
-            self._gpus,
+            host_engine,
+            gpus,
             work,
             pool,
-            _ProcessHost(self._sockets, self._page_faulter),
+            _ProcessHost(sockets, page_faulter),
             self._state,
             tier_supervisor,
             max_attached=descriptor_limits()[0] // 2,  # the rest is for connections
         )
-        self._lifelines = LifelineServer(self._service, self._directory, self._sockets, self._page_faulter)
+        self._lifelines = LifelineServer(self._service, self._directory, sockets, page_faulter)
+        lifelines_end.callback(self._lifelines.close)
 
     def _engines_busy(self) -> bool:
         return self._service.jobs.engines_busy
@@ -381,11 +390,8 @@ class Daemon:
             await _until(lambda: not jobs.unfinished, time.monotonic() + ABANDON_S)
         self._sockets.flush()
 
-    async def _shutdown(self) -> None:
-        """Close the tiers, end all threads that do not hang, send remaining messages and close the sockets.
-
-        A part that raises does not keep the others from being closed.
-        """
+    def _stop_serving(self) -> None:
+        """Handle signals without the loop from now on: the ends of the parts follow, which block it."""
         self._serving = False
         loop = asyncio.get_running_loop()
         signal.pthread_sigmask(signal.SIG_BLOCK, self._signals)  # one that comes in between must not end the process
@@ -393,21 +399,6 @@ class Daemon:
             loop.remove_signal_handler(number)
             signal.signal(number, lambda which, frame: self._on_signal(which))
         signal.pthread_sigmask(signal.SIG_UNBLOCK, self._signals)
-        call_each(
-            (
-                partial(self._end_use, self._service.tier_supervisor.close, DISKS_CLOSE_S),
-                self._policy_file.close,
-                self._service.save_totals,
-                self._state.file.close,
-                partial(self._end_use, self._host_engine.close, ENGINE_CLOSE_S),
-                partial(self._end_use, self._gpus.stop, ENGINE_CLOSE_S),
-                self._sockets.finish_posted,
-                self._lifelines.close,
-                self._page_faulter.close,
-                partial(self._end_use, self._gpus.close, GPUS_CLOSE_S),  # else the driver unpins the pool at the exit
-                lambda: self._sockets.close(LINGER_MS),
-            )
-        )
 
     def _end_use(self, close: Callable[[float], bool], timeout_s: float) -> None:
         """End what uses the pool. If that does not end, or raises, the pool stays mapped until the process exits."""

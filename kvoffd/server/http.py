@@ -3,7 +3,8 @@
 /healthz is 200 while the loop answers and engines can connect, whatever else is wrong: a restart would fix nothing
 else. /readyz is 200 while the daemon accepts sessions. Both list the known problems.
 
-asyncio's streams serve in a thread and loop of their own, one request per connection. Answers are computed in the
+asyncio's streams serve in a thread and loop of their own, one request per connection. Beyond ``MAX_CONNECTIONS`` each
+new one closes another: see ``HttpServer._close_one``. Answers are computed in the
 daemon's loop, which proves that it runs. They are cached for a second: any process of the machine may ask, and must
 not slow down lookups.
 """
@@ -15,9 +16,11 @@ import logging
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass
 from http import HTTPStatus
 from ipaddress import ip_address
 from pathlib import Path
@@ -27,7 +30,7 @@ import msgspec
 
 from kvoffd.config import parse_address
 from kvoffd.server.page import PageFacts, page_of
-from kvoffd.system.listening import listen
+from kvoffd.system.listening import RETRY_S, listen
 from kvoffd_proto.admin import HealthReply
 from kvoffd_proto.stats import DaemonStats
 
@@ -40,9 +43,13 @@ LOOP_S = 2.0
 FRESH_S = 1.0
 """Time for which an answer is given again."""
 MAX_CONNECTIONS = 32
+"""Limit of connections that are open at once."""
+ACCEPTED_AT_ONCE = 64
 MAX_REQUEST_BYTES = 8192
 MAX_DISCARDED_BYTES = 1 << 20
-PATHS = ("/metrics", "/healthz", "/readyz", "/stats.json", "/page.json")
+PROBES = "/healthz", "/readyz"
+PATHS = ("/metrics", *PROBES, "/stats.json", "/page.json")
+PROBES_BEGIN = tuple(f"GET {path}".encode() for path in PROBES)
 PRIVATE = (".svc", ".local", ".internal", ".localhost")
 """Ends of names that the public DNS does not have: Services of Kubernetes, and networks of their own."""
 POLICY = (
@@ -89,6 +96,17 @@ def _sentence(status: HTTPStatus, text: str) -> _Answer:
     return _Answer(status, f"{text}\n".encode())
 
 
+@dataclass(eq=False)
+class _Connection:
+    stream: socket.socket
+    address: str
+    """Address of its client, without the port."""
+    is_probe: bool
+    """Whether a probe's request has arrived, as far as is known."""
+    has_begun: bool = False
+    """Whether its task has begun, and closes the stream."""
+
+
 class HttpServer:
     """Listens when constructed, answers after ``start``. Raises KvoffdError if the address is unusable."""
 
@@ -96,10 +114,10 @@ class HttpServer:
         self._hosts, self._daemon, self._loop = hosts, daemon, loop
         self._own_names = set[str]()
         self._dashboard = Path(__file__).with_name("dashboard.html").read_bytes()
-        self._locks = {path: asyncio.Lock() for path in PATHS}
-        self._fresh: dict[str, tuple[float, _Answer]] = {}
-        self._open: dict[asyncio.Task[None] | None, None] = {}
-        """Connections, oldest first."""
+        self._answers: dict[str, tuple[float, asyncio.Task[_Answer]]] = {}
+        """The latest answer by path, perhaps still being made, with the time until which it is given."""
+        self._open: dict[_Connection, asyncio.Task[None]] = {}
+        """The tasks that serve connections, oldest first."""
         self._ended: Future[None] = Future()
         self._listeners = listen(*parse_address(address))
 
@@ -113,35 +131,66 @@ class HttpServer:
     async def _listen(self) -> None:
         # Without a number of threads asyncio asks for the process's CPUs, which a seccomp filter may refuse.
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1, "kvoffd-http"))
-        servers = [
-            await asyncio.start_server(self._serve, sock=one, limit=MAX_REQUEST_BYTES) for one in self._listeners
-        ]
+        for listener in self._listeners:
+            listener.setblocking(False)
+            self._listen_on(listener)
         await asyncio.wrap_future(self._ended)
-        for server in servers:
-            server.close()
+        for listener in self._listeners:
+            asyncio.get_running_loop().remove_reader(listener)
+            listener.close()
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Answer one request, and close the connection.
+    def _listen_on(self, listener: socket.socket) -> None:
+        if listener.fileno() >= 0:
+            asyncio.get_running_loop().add_reader(listener, self._accept, listener)
 
-        Beyond the limit the oldest connection is closed, so that idle ones never block a probe.
+    def _accept(self, listener: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        for _ in range(ACCEPTED_AT_ONCE):
+            try:
+                stream, peer = listener.accept()
+            except (BlockingIOError, ConnectionAbortedError):
+                return
+            except OSError:
+                loop.remove_reader(listener)
+                loop.call_later(RETRY_S, self._listen_on, listener)
+                return
+            stream.setblocking(False)
+            connection = _Connection(stream, peer[0], _begins_as_probe(stream))
+            self._open[connection] = loop.create_task(self._serve(connection))
+            if len(self._open) > MAX_CONNECTIONS:
+                self._close_one()
+
+    def _close_one(self) -> None:
+        """Close a connection of the address that has the most: its oldest one without a probe's request, if it has one.
+
+        So neither idle connections nor a client that asks too often keep a probe from its answer: an orchestrator would
+        restart the daemon. Closing one costs little until its task has begun.
         """
-        self._open[task := asyncio.current_task()] = None
-        if len(self._open) > MAX_CONNECTIONS and (oldest := next(iter(self._open))):
-            del self._open[oldest]
-            oldest.cancel()
+        counts = Counter(one.address for one in self._open)
+        closed = max(self._open, key=lambda one: (counts[one.address], not one.is_probe))  # the oldest of several
+        self._open.pop(closed).cancel()
+        if not closed.has_begun:
+            closed.stream.close()
+
+    async def _serve(self, connection: _Connection) -> None:
+        """Answer one request, and close the connection."""
+        connection.has_begun = True
         try:
-            if (answer := await self._read_and_answer(reader)) is not None:
-                async with asyncio.timeout(REQUEST_S):
-                    await _send(answer, reader, writer)
+            reader, writer = await asyncio.open_connection(limit=MAX_REQUEST_BYTES, sock=connection.stream)
+            try:
+                if (answer := await self._read_and_answer(reader, connection)) is not None:
+                    async with asyncio.timeout(REQUEST_S):
+                        await _send(answer, reader, writer)
+            finally:
+                writer.transport.abort()
         except OSError:
             pass  # the peer is gone, or does not read
         except Exception:
             logger.exception("An HTTP connection failed inside the daemon.")
         finally:
-            writer.transport.abort()
-            self._open.pop(task, None)
+            self._open.pop(connection, None)
 
-    async def _read_and_answer(self, reader: asyncio.StreamReader) -> _Answer | None:
+    async def _read_and_answer(self, reader: asyncio.StreamReader, connection: _Connection) -> _Answer | None:
         """Return the answer to the connection's request; None if the peer closed without one."""
         try:
             async with asyncio.timeout(REQUEST_S):
@@ -159,6 +208,7 @@ class HttpServer:
         if words[0] != b"GET":
             return _sentence(HTTPStatus.METHOD_NOT_ALLOWED, "Only GET is served.")
         path = words[1].split(b"?", 1)[0].decode(errors="replace")
+        connection.is_probe = path in PROBES
         for host in _hosts_of(head):
             if not (self._is_served(host) or host in await asyncio.to_thread(self._find_own_names)):
                 text = "Use an IP address, localhost or this machine's name as the host, or add this one to http_hosts."
@@ -186,16 +236,15 @@ class HttpServer:
             return _Answer(HTTPStatus.OK, self._dashboard, "text/html; charset=utf-8")
         if path not in PATHS:
             return _sentence(HTTPStatus.NOT_FOUND, f"Only / and {', '.join(PATHS)} are served.")
-        async with self._locks[path]:
-            until, answer = self._fresh.get(path) or (0.0, None)
-            if answer is None or time.monotonic() >= until:
-                answer = await self._make(path)
-                self._fresh[path] = time.monotonic() + FRESH_S, answer
-            return answer
+        until, making = self._answers.get(path, (0.0, None))
+        if making is None or (making.done() and time.monotonic() >= until):
+            making = asyncio.create_task(self._make(path))
+            self._answers[path] = time.monotonic() + FRESH_S, making
+        return await asyncio.shield(making)  # all who ask now wait for it, also when this connection is closed
 
     async def _make(self, path: str) -> _Answer:
         try:
-            if path in ("/healthz", "/readyz"):
+            if path in PROBES:
                 return await self._health(path)
             return await (self._page() if path == "/page.json" else self._stats(path))
         except TimeoutError:
@@ -244,6 +293,13 @@ class HttpServer:
 
         self._loop.call_soon_threadsafe(ask)
         return await asyncio.wait_for(asyncio.wrap_future(reply), LOOP_S)
+
+
+def _begins_as_probe(stream: socket.socket) -> bool:
+    """Return whether a probe's request has arrived. It stays unread."""
+    with suppress(OSError):  # nothing has arrived, or the peer is gone
+        return stream.recv(max(map(len, PROBES_BEGIN)), socket.MSG_PEEK).startswith(PROBES_BEGIN)
+    return False
 
 
 async def _send(answer: _Answer, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

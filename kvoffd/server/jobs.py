@@ -12,10 +12,11 @@ lifeline has ended.
 from __future__ import annotations
 
 import logging
+from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import islice, repeat
 from math import inf
 from typing import ClassVar
@@ -29,6 +30,7 @@ from kvoffd.cache.hooks import NO_TOKENS, BlockTokens
 from kvoffd.cache.tickets import Check, LoadTicket, StorePart, StoreTicket
 from kvoffd.config import Config
 from kvoffd.errors import BadBlockIds, BadKeys, KvoffdError, NotReady, UnknownLease
+from kvoffd.observe.meters import HOUR_S, CounterWindows
 from kvoffd.pool.pool import Pool
 from kvoffd.server.handlers import answers
 from kvoffd.server.host import Host
@@ -182,18 +184,18 @@ def _repeats(items: Sequence[object]) -> bool:
 
 
 @dataclass(eq=False)
-class Job:
-    """An accepted copy, until it touches no memory any more: the stores of one message, or a load."""
+class JobCopy(ABC):
+    """The copy of accepted jobs, until it touches no memory any more: of the stores of one message, or of a load."""
 
     direction: ClassVar[Direction]
 
     ids: Sequence[int]
-    """Ids of the client's jobs, unique among the session's unfinished ones."""
+    """Ids of its jobs, which the client chose, unique among the session's unfinished ones."""
     session: Session
     registration: Registration
     accepted_at: float
     """Start of its deadline: before the evictions for its slots, since its engine waits for them too."""
-    copies: list[BlockCopy] = field(default_factory=list, init=False)
+    block_copies: list[BlockCopy] = field(default_factory=list, init=False)
     nbytes: int = field(default=0, init=False)
     """Bytes to copy."""
     pieces: int = field(default=0, init=False)
@@ -204,16 +206,24 @@ class Job:
     """Whether it is a store whose copy hangs: it has its results, and still uses its slots and the client's memory."""
 
     def plan(self) -> Plan:
-        return plan_blocks(self.direction, self.copies)
+        return plan_blocks(self.direction, self.block_copies)
 
     def withdraw(self) -> bool:
         """Remove its transfer from the queue; return False if there is none, or its copy has begun."""
         transfer, queues = self.transfer, self.registration.memory.engine.queues
         return transfer is not None and queues[self.direction].cancel(transfer)
 
+    @abstractmethod
+    def end(self, cache: Cache, seconds: float, error: ErrorCode | None) -> list[JobResult]:
+        """Have its blocks be used, or drop them if there is an ``error``. Return a result for each job."""
+
+    @abstractmethod
+    def abort(self, cache: Cache) -> None:
+        """Give its slots back unused."""
+
 
 @dataclass(eq=False)
-class StoreBatch(Job):
+class StoreBatch(JobCopy):
     """The stores of one message. Checksums are in the order of parts and keys."""
 
     direction = Direction.STORE
@@ -252,7 +262,7 @@ class StoreBatch(Job):
                 of_all = np.zeros(len(part.keys), np.uint64)
                 of_all[ticket.copy] = slots
                 slots = of_all
-            self.copies.append(BlockCopy(layout, part.block_ids, slots, part.first_blocks))
+            self.block_copies.append(BlockCopy(layout, part.block_ids, slots, part.first_blocks))
             for span in part.spans:
                 at, end = (bisect_left(ticket.copy, number) for number in (span.key, span.keys_end))
                 blocks = (end - at) * layout.blocks_per_key
@@ -311,7 +321,7 @@ def _with_repeats(keys: Sequence[bytes], numbers: Sequence[int], repeats: Sequen
 
 
 @dataclass(eq=False)
-class LoadJob(Job):
+class LoadJob(JobCopy):
     """A load, with a ticket for each part, and checksums of ``checks``."""
 
     direction = Direction.LOAD
@@ -351,10 +361,10 @@ class LoadJob(Job):
             if verify or first or cache.blocks.unverified_slots:
                 self.checks += cache.integrity.checks_of_load(ticket, verify, first)
             slots = ticket.offsets + np.uint64(pool.mapping.address)
-            self.copies.append(BlockCopy(part.layout, block_ids, slots, {0: first} if first else {}))
+            self.block_copies.append(BlockCopy(part.layout, block_ids, slots, {0: first} if first else {}))
             self.nbytes += block_ids.size * part.layout.block_bytes
         if self.refusal is not None:
-            self.copies, self.checks, self.nbytes = [], [], 0
+            self.block_copies, self.checks, self.nbytes = [], [], 0
         if self.checks:
             places = [(check.offset, check.length) for check in self.checks]
             expected = [check.checksum for check in self.checks]
@@ -418,10 +428,10 @@ class Jobs:
         self._pool = pool
         self._host = host
         self._branch_points = branch_points
-        self.running: dict[Job, None] = {}
-        """Jobs whose copies may still touch memory, oldest first."""
-        self._unanswered: dict[Session, dict[int, StoreBatch | LoadJob]] = {}
-        """Jobs without a result by id, of the sessions that have any; several ids may share a copy."""
+        self.running: dict[JobCopy, None] = {}
+        """Copies that may still touch memory, oldest first."""
+        self._unanswered: dict[Session, dict[int, JobCopy]] = {}
+        """Copies of the jobs without a result by job id, of the sessions that have any; several jobs may share one."""
         self.quiet_at = -inf
         """Time at which engines will have been idle for ``QUIET_S``; ``inf`` while they copy."""
         self.verify_due = 0.0
@@ -429,6 +439,7 @@ class Jobs:
         self.with_results: dict[int, Session] = {}
         """Sessions with unpublished results, by id."""
         self.counters = {direction: DirectionCounters() for direction in Direction}
+        self._windows = {direction: CounterWindows(host.now) for direction in Direction}
         self.cancelled_stores = 0
         """Number of stores that were cancelled before their copy began."""
 
@@ -439,11 +450,21 @@ class Jobs:
 
     @property
     def unfinished(self) -> int:
-        return sum(len(job.ids) for job in self.running)
+        """Number of jobs whose copies may still touch memory."""
+        return sum(len(copy.ids) for copy in self.running)
 
-    def of(self, session: Session) -> Mapping[int, StoreBatch | LoadJob]:
-        """Return a session's jobs without a result, by id."""
+    def of(self, session: Session) -> Mapping[int, JobCopy]:
+        """Return the copies of a session's jobs without a result, by job id."""
         return self._unanswered.get(session, {})
+
+    def tick(self) -> None:
+        for direction, counters in self.counters.items():
+            self._windows[direction].sample(asdict(counters))
+
+    def in_last_hour(self, direction: Direction) -> DirectionCounters:
+        """Return what was counted in the last hour."""
+        _, gained = self._windows[direction].gained(HOUR_S, asdict(self.counters[direction]))
+        return DirectionCounters(**{name: int(count) for name, count in gained.items()})
 
     @answers(Submit)
     def submit(self, session: Session, message: Submit) -> None:
@@ -487,7 +508,7 @@ class Jobs:
         for part in load_parts:
             for span in part.spans:
                 parts_of_load[span.job].append((part, span))
-        begun: list[StoreBatch | LoadJob] = []
+        begun: list[JobCopy] = []
         try:
             for job_id, lease_id, keep, its_parts in zip(
                 loads.job_ids, loads.lease_ids, loads.keep_lease, parts_of_load, strict=True
@@ -509,113 +530,113 @@ class Jobs:
                     first = store_parts[0]  # one group suffices: the others have the same tokens
                     self._branch_points.offered(namespace, first.keys, first.parents, first.token_ids)
         except BaseException:
-            for job in begun:
-                job.abort(cache)
+            for copy in begun:
+                copy.abort(cache)
             raise
-        for job in begun:
-            self.start(job)
+        for copy in begun:
+            self.start(copy)
 
     @answers(Cancel)
     def cancel(self, session: Session, message: Cancel) -> Done:
         """Fail jobs whose copy has not begun; the stores of one message together. Unknown ids have ended."""
         session.completions.acknowledge(message.acknowledged)
         count = 0
-        jobs = self.of(session)
-        for job in dict.fromkeys(jobs[job_id] for job_id in message.job_ids if job_id in jobs):
-            if job.withdraw():
-                count += len(job.ids)
-                if isinstance(job, StoreBatch):
-                    self.cancelled_stores += len(job.ids)
+        copies = self.of(session)
+        for copy in dict.fromkeys(copies[job_id] for job_id in message.job_ids if job_id in copies):
+            if copy.withdraw():
+                count += len(copy.ids)
+                if copy.direction is Direction.STORE:
+                    self.cancelled_stores += len(copy.ids)
         return Done(message.request_id, count)
 
-    def start(self, job: StoreBatch | LoadJob) -> None:
-        """Run a job. It ends in any case, perhaps before this returns."""
-        session = job.session
-        self._unanswered.setdefault(session, {}).update(dict.fromkeys(job.ids, job))
-        session.in_flight += len(job.ids)
-        job.pieces = sum([copy.block_ids.size * len(copy.layout.layers) for copy in job.copies])
-        session.pieces += job.pieces
-        assert not job.registration.closing, "a registration that is being closed accepts no jobs"
-        job.registration.jobs += 1
-        self.running[job] = None
+    def start(self, copy: JobCopy) -> None:
+        """Run a copy. It ends in any case, perhaps before this returns."""
+        session = copy.session
+        self._unanswered.setdefault(session, {}).update(dict.fromkeys(copy.ids, copy))
+        session.in_flight += len(copy.ids)
+        copy.pieces = sum([part.block_ids.size * len(part.layout.layers) for part in copy.block_copies])
+        session.pieces += copy.pieces
+        assert not copy.registration.closing, "a registration that is being closed accepts no copies"
+        copy.registration.copies += 1
+        self.running[copy] = None
         self.quiet_at = inf
-        if not job.copies:
-            self.finished(job, CopyEnd.DONE)
+        if not copy.block_copies:
+            self.finished(copy, CopyEnd.DONE)
             return
-        job.transfer = Transfer(
-            job.direction,
-            job.plan,
-            job.accepted_at + self._config.limits.job_deadline_s,
-            lambda _, end: self._host.post(lambda: self.finished(job, end)),
-            lambda _: self.overdue(job),
-            job.checksums,
+        copy.transfer = Transfer(
+            copy.direction,
+            copy.plan,
+            copy.accepted_at + self._config.limits.job_deadline_s,
+            lambda _, end: self._host.post(lambda: self.finished(copy, end)),
+            lambda _: self.overdue(copy),
+            copy.checksums,
         )
         try:
-            job.registration.memory.engine.queues[job.direction].submit(job.transfer)
+            copy.registration.memory.engine.queues[copy.direction].submit(copy.transfer)
         except Exception:
             # The job is accepted and has slots, so it must end.
             logger.exception("The copy engine did not accept a transfer; its job fails.")
-            self.finished(job, CopyEnd.FAILED)
+            self.finished(copy, CopyEnd.FAILED)
 
-    def overdue(self, job: StoreBatch | LoadJob) -> None:
+    def overdue(self, copy: JobCopy) -> None:
         """Answer a store whose copy hangs; a load must wait for its copy. See the top of this file."""
-        if isinstance(job, StoreBatch):
-            job.hangs = True
-            self._answer(job, ErrorCode.DEADLINE)
+        if copy.direction is Direction.STORE:
+            copy.hangs = True
+            self._answer(copy, ErrorCode.DEADLINE)
 
-    def finished(self, job: StoreBatch | LoadJob, end: CopyEnd) -> None:
-        """End a job whose copy does not touch slots or the client's memory any more."""
-        session, now, error = job.session, self._host.now(), ERROR_OF_END.get(end)
+    def finished(self, copy: JobCopy, end: CopyEnd) -> None:
+        """End a copy that does not touch slots or the client's memory any more."""
+        session, now, error = copy.session, self._host.now(), ERROR_OF_END.get(end)
         # A client may reuse its blocks as soon as it has closed its lifeline, so the copied bytes count only if the
         # lifeline is still open after the copy.
-        if isinstance(job, StoreBatch) and error is None and (session.ended or not session.lifeline.alive()):
+        if copy.direction is Direction.STORE and error is None and (session.ended or not session.lifeline.alive()):
             error = ErrorCode.CANCELLED
-        if not job.hangs:
-            self._answer(job, error)
+        if not copy.hangs:
+            self._answer(copy, error)
         else:
             try:
-                job.abort(self._cache)
+                copy.abort(self._cache)
             except Exception:
                 logger.exception("Freeing the slots of a copy that had hung failed inside the daemon; they are lost.")
-        del self.running[job]
+        del self.running[copy]
         self.quiet_at = inf if self.running else now + QUIET_S
-        session.in_flight -= len(job.ids)
-        session.pieces -= job.pieces
-        job.transfer = None  # breaks a reference cycle
-        job.registration.jobs -= 1
-        if job.registration.closing:
-            job.registration.close_if_idle()
+        session.in_flight -= len(copy.ids)
+        session.pieces -= copy.pieces
+        copy.transfer = None  # breaks a reference cycle
+        copy.registration.copies -= 1
+        if copy.registration.closing:
+            copy.registration.close_if_idle()
         if session.ended:
             session.release_if_idle()
 
-    def _answer(self, job: StoreBatch | LoadJob, error: ErrorCode | None) -> None:
-        """Commit or drop a job's blocks, count its results, and have them published."""
-        session, counters = job.session, self.counters[job.direction]
-        seconds = job.transfer.copy_s if job.transfer is not None else 0.0
+    def _answer(self, copy: JobCopy, error: ErrorCode | None) -> None:
+        """Commit or drop a copy's blocks, count its results, and have them published."""
+        session, counters = copy.session, self.counters[copy.direction]
+        seconds = copy.transfer.copy_s if copy.transfer is not None else 0.0
         try:
-            results = job.end(self._cache, seconds, error)
+            results = copy.end(self._cache, seconds, error)
         except Exception:
             # Its slots are not freed: it is unknown whether they may be read or reused.
             logger.exception("Ending a copy failed inside the daemon; its jobs fail.")
-            results = [JobResult(job_id, False, 0, seconds, ErrorCode.INTERNAL) for job_id in job.ids]
+            results = [JobResult(job_id, False, 0, seconds, ErrorCode.INTERNAL) for job_id in copy.ids]
         nbytes = sum([result.bytes for result in results])
         counters.jobs += len(results)
         counters.failed_jobs += len(results) - sum([result.ok for result in results])
         counters.bytes += nbytes
-        if isinstance(job, StoreBatch):
+        if copy.direction is Direction.STORE:
             session.stored_bytes += nbytes
         else:
             session.loaded_bytes += nbytes
         unanswered = self._unanswered[session]
-        for job_id in job.ids:
+        for job_id in copy.ids:
             del unanswered[job_id]
         if not unanswered:
             del self._unanswered[session]
         session.completions.pending += results
         self.with_results[session.id] = session
 
-    def abandon(self, jobs: Iterable[Job]) -> None:
-        """Stop jobs in the given order, each once. Queued ones end now, running ones at their next step."""
-        for job in dict.fromkeys(jobs):
-            if job.transfer is not None and not job.withdraw():
-                job.transfer.must_end(CopyEnd.FAILED)
+    def abandon(self, copies: Iterable[JobCopy]) -> None:
+        """Stop copies in the given order, each once. Queued ones end now, running ones at their next step."""
+        for copy in dict.fromkeys(copies):
+            if copy.transfer is not None and not copy.withdraw():
+                copy.transfer.must_end(CopyEnd.FAILED)

@@ -14,6 +14,7 @@ from kvoffd.server.handlers import OPERATOR_WAIT_S, Pending, answers
 from kvoffd.server.persistence import State
 from kvoffd.server.session import Session
 from kvoffd.server.sessions import SessionTable
+from kvoffd.system.rare_warnings import USUAL, RareWarnings
 from kvoffd_proto import admin as a
 from kvoffd_proto import messages as m
 from kvoffd_proto.errors import ErrorCode
@@ -21,6 +22,7 @@ from kvoffd_proto.stats import namespace_id
 from kvoffd_proto.units import format_size, printable
 
 logger = logging.getLogger(__name__)
+_usual = RareWarnings(logger, logging.INFO, USUAL)
 
 MAX_NAMESPACES_OF_SESSION = 16
 """Limit of open namespaces per session; an engine uses one at a time."""
@@ -69,7 +71,7 @@ class KnownNamespaces:
             raise KvoffdError(why, ErrorCode.TOO_MANY)
         known = cache.namespaces.get(fingerprint)
         if known is not None and not known.is_same(*geometry) and _idle(known, self.opened):
-            logger.info("Replaced the empty namespace %r by one of another geometry.", known.label)
+            _usual.warn("Replaced the empty namespace %r by one of another geometry.", known.label)
             self._forget(known)
             known = None
         if known is None:
@@ -82,7 +84,7 @@ class KnownNamespaces:
             namespace.generation = self._state.generations.of(fingerprint)
             if namespace.of_bench:
                 what = "" if namespace.evicts_others else "; it evicts nothing"
-                logger.info("%s opens the namespace %r%s.", printable(session.name), label, what)
+                _usual.warn("%s opens the namespace %r%s.", printable(session.name), label, what)
         return m.NamespaceOpened(message.request_id, created, namespace.counters.prefill_tokens_per_second)
 
     @answers(a.Namespaces)
@@ -163,7 +165,7 @@ class KnownNamespaces:
                 namespace.last_open_at = now
             if namespace.of_bench and namespace.ready_blocks and namespace.fingerprint not in opened:
                 dropped = self._cache.reset(namespace)
-                logger.info("Dropped the %d blocks of %r, which has ended.", dropped, namespace.label)
+                _usual.warn("Dropped the %d blocks of %r, which has ended.", dropped, namespace.label)
             if not _idle(namespace, opened):
                 namespace.idle_since = None
                 continue
@@ -187,7 +189,7 @@ class KnownNamespaces:
             raise KvoffdError(why, ErrorCode.TOO_MANY)
         # Even one with blocks: else a block in each would block new namespaces forever.
         oldest = min(unused, key=lambda one: (one.indexed_blocks > 0, one.last_open_at))
-        logger.info("Evicted the unused namespace %r to make space for a new one.", oldest.label)
+        _usual.warn("Evicted the unused namespace %r to make space for a new one.", oldest.label)
         cache.reset(oldest)
         self._forget(oldest)
 

@@ -40,8 +40,8 @@ LEASE_S = 10.0
 """Time after which what a peer has not returned is not lent any more. It must have read and checked it before."""
 MAX_LEASES, MAX_LEASES_EACH = 256, 16
 """Leases of all peers, and of one connection. A request beyond them gets no blocks."""
-LENT_SHARE = 8
-"""Part of the pool that all peers may pin: one in this many bytes."""
+LENT_SHARE = 1 / 8
+"""Share of the pool that all peers together may pin."""
 LOOP_SHARE, WINDOW_S = 0.25, 0.25
 """Part of the loop's time for peers, in windows of this length: beyond it no block is found for them."""
 
@@ -75,7 +75,7 @@ class PeerServer:
         generations: Generations,
     ) -> None:
         self._cache, self._clock, self._is_saved, self._generations = cache, clock, is_saved, generations
-        self._most_bytes = cache.slots.pool_bytes // LENT_SHARE
+        self._most_bytes = int(LENT_SHARE * cache.slots.pool_bytes)
         self._lent: dict[tuple[bytes, int], PeerLease] = {}
         self._window_at = self._spent_s = 0.0
         self.asked_keys = self.found_keys = self.lent_blocks = self.served_bytes = self.pinned_bytes = self.refused = 0

@@ -18,9 +18,10 @@ from kvoffd.errors import KvoffdError
 from kvoffd.server.service import Service
 from kvoffd.server.session import ClientProcess, Session
 from kvoffd.server.sessions import Ending, may_connect
-from kvoffd.server.sockets import BACKLOG, FEW_DESCRIPTORS, RETRY_S, Sockets
+from kvoffd.server.sockets import FEW_DESCRIPTORS, Sockets
 from kvoffd.system.directory import DaemonDirectory
 from kvoffd.system.limits import few_descriptors_left
+from kvoffd.system.listening import BACKLOG, RETRY_S
 from kvoffd.system.mappings import PageFaulter, check_descriptor
 from kvoffd.system.rare_warnings import RareWarnings
 from kvoffd_proto import lifeline
@@ -239,7 +240,7 @@ class LifelineServer:
                     self._attach(connection, frame.segment_id)
         except lifeline.LifelineError as error:
             self._service.request_counts.count_error(ErrorCode.MALFORMED)
-            self._ended.warn("A lifeline was closed: %s", error)
+            self._ended.warn("The lifeline of session %d was closed: %s", connection.session.id, error)
             self._end(connection, Ending.MALFORMED)
         except (EOFError, ConnectionError):
             self._end(connection, Ending.CLOSED if connection.leaving else Ending.GONE)

@@ -9,14 +9,13 @@ from kvoffd.cache.cache import Cache
 from kvoffd.cache.namespace import Namespace
 from kvoffd.config import Config
 from kvoffd.errors import KvoffdError
-from kvoffd.observe.meters import LOOKUP_BOUNDS_S, CounterWindows, DurationHistogram
+from kvoffd.observe.meters import LOOKUP_BOUNDS_S, DurationHistogram, RecentDurations
 from kvoffd.server.handlers import answers
 from kvoffd.server.session import Session
 from kvoffd.server.tier_supervisor import TierSupervisor
 from kvoffd.server.tracer import Tracer
 from kvoffd_proto import messages as m
 from kvoffd_proto.errors import ErrorCode
-from kvoffd_proto.stats import Histogram
 
 
 class Lookups:
@@ -24,6 +23,7 @@ class Lookups:
 
     Attributes:
         times: durations of lookups, without those of benches.
+        recent: the latest of these.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class Lookups:
         self._limits, self._cache, self._clock = config.limits, cache, clock
         self._tier_supervisor, self._tracer = tier_supervisor, tracer
         self.times = DurationHistogram(LOOKUP_BOUNDS_S)
-        self._times_gained = CounterWindows(clock)
+        self.recent = RecentDurations(self.times, clock)
 
     @answers(m.Lookup)
     def lookup(self, session: Session, message: m.Lookup) -> m.LookupReply:
@@ -59,14 +59,6 @@ class Lookups:
         if not namespace.of_bench:
             self.times.observe(self._clock() - started)
         return m.LookupReply(message.request_id, message.lease_id, states, pinned, ttl_ms, wait_ms, asking)
-
-    def tick(self) -> None:
-        self._times_gained.sample(self.times.counted().buckets)
-
-    def times_in_last(self, window_s: float) -> Histogram:
-        """Return the durations of the lookups of the last ``window_s`` seconds, one of ``WINDOWS_S``."""
-        _, gained = self._times_gained.gained(window_s, self.times.counted().buckets)
-        return Histogram({bound: int(count) for bound, count in gained.items()})
 
     @answers(m.Release)
     def release(self, session: Session, message: m.Release) -> m.Done:

@@ -116,7 +116,7 @@ def page_facts(service: Service) -> PageFacts:
     return PageFacts(
         service.statistics.read(),
         traffic.last_hour_in_steps(traffic.total()),
-        (service.lookups.times_in_last(MINUTE_S), service.lookups.times_in_last(HOUR_S)),
+        (service.lookups.recent.in_last(MINUTE_S), service.lookups.recent.in_last(HOUR_S)),
         service.reports.latest(MAX_PROMPTS),
         service.sessions.infos(),
         service.namespaces.infos(),

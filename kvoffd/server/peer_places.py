@@ -105,15 +105,15 @@ class PeerPlaces:
         return ""
 
     def give(self, address: str, *, only_named: bool = True) -> str:
-        """Have a peer be connected that a request names. It may replace one that was not named recently and is not
-        being used.
+        """Have a peer be connected that a request names. It gets an empty place, or else that of the peer that has not
+        been used for longest, of those that were not named recently and are not being used.
 
         Return its tier's name; empty if all places are taken.
         """
         now, name = self._clock(), f"{PEER}{address}"
         if (place := next((place for place in self._places if place.tier.name == name), None)) is None:
-            free = (place for place in self._places if now >= place.since + KEPT_S and self._is_free(place))
-            place = min(free, key=lambda place: place.since, default=None)
+            may_go = (place for place in self._places if not place.tier.name or now >= place.since + KEPT_S)
+            place = min(filter(self._is_free, may_go), key=_order_to_go, default=None)
             if place is None or not self._connect(place, address, only_named=only_named):
                 return ""
         place.since, place.tier.only_named = now, only_named
@@ -136,7 +136,7 @@ class PeerPlaces:
         """Connect nodes behind names, as far as there are places."""
         now = self._clock()
         self._disconnect_unlisted(now)
-        for place in sorted((place for place in self._places if self._may_go(place, now)), key=_used_at):
+        for place in sorted((place for place in self._places if self._may_go(place, now)), key=_order_to_go):
             self._exchange(place, now)
 
     def _disconnect_unlisted(self, now: float) -> None:
@@ -198,5 +198,10 @@ class PeerPlaces:
 
 
 def _used_at(place: PeerPlace) -> float:
-    """Return when a place's peer last had a block, or got the place."""
+    """Return when a place's peer last had a block, was named, or got the place."""
     return max(place.since, place.tier.found_at)
+
+
+def _order_to_go(place: PeerPlace) -> tuple[bool, float]:
+    """Return a key that orders places by who loses the least: empty ones, then those used longest ago."""
+    return bool(place.tier.name), _used_at(place)

@@ -61,7 +61,7 @@ class Registrations:
         del session.registrations[message.registration_id]
         self._sessions.share_credit()
         answer = Pending()
-        self._jobs.abandon([job for job in self._jobs.of(session).values() if job.registration is registration])
+        self._jobs.abandon([copy for copy in self._jobs.of(session).values() if copy.registration is registration])
         registration.close_when_idle(lambda: answer.resolve(m.Done(message.request_id, 1)))
         return answer
 

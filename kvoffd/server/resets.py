@@ -12,6 +12,7 @@ from kvoffd.server.known_namespaces import KnownNamespaces
 from kvoffd.server.persistence import State
 from kvoffd.server.session import Session
 from kvoffd.server.tier_supervisor import TierSupervisor
+from kvoffd.system.rare_warnings import USUAL, RareWarnings
 from kvoffd.tiers.fleet_clears import Raise
 from kvoffd.tiers.peer_caller import Calls
 from kvoffd_proto import admin as a
@@ -20,6 +21,7 @@ from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.stats import namespace_id
 
 logger = logging.getLogger(__name__)
+_resets = RareWarnings(logger, logging.INFO, USUAL)
 
 RESET_NOT_SAVED = "After a kill or a reboot the namespace's blocks may come back from disks and shared stores."
 NO_ANSWER = "it has not answered yet."
@@ -51,7 +53,7 @@ class NamespaceResets:
         in_memory = ""
         if self._tier_supervisor.shares:
             name = namespace.fingerprint.hex()
-            logger.info(
+            _resets.warn(
                 "An engine reset the namespace %r; its blocks are no longer shared with other nodes. `kvoffd-cli clear "
                 "%s --all-nodes` shares it again.",
                 *(namespace.label, name),
@@ -82,7 +84,8 @@ class NamespaceResets:
             why = "This daemon has no shared store and no peers, so no other nodes to clear; leave out --all-nodes."
             raise KvoffdError(why, ErrorCode.BAD_ARGUMENT)
         raises, calls = self._tier_supervisor.void_everywhere(message.namespace)
-        count = self.follow_fleet()  # here at once, and not at the next tick
+        # Here at once, and not at the next tick, with what others voided.
+        count = self.follow_fleet().get(message.namespace, 0)
         until = self._clock() + OPERATOR_WAIT_S
         saved = self._state.reply_once_saved(m.Done(message.request_id, count), until, CLEARED_NOT_SAVED)
 
@@ -114,15 +117,15 @@ class NamespaceResets:
             )
         return found
 
-    def follow_fleet(self) -> int:
-        """Drop the blocks of namespaces that were voided for all nodes; return how many there were."""
-        count, voided = 0, list(self._state.generations.voided)
-        for fingerprint in voided:
-            count += self.drop(fingerprint)
+    def follow_fleet(self) -> dict[bytes, int]:
+        """Drop the blocks of namespaces that were voided for all nodes; return how many each had."""
+        dropped = dict[bytes, int]()
+        for fingerprint in list(self._state.generations.voided):
+            dropped[fingerprint] = self.drop(fingerprint)
             self._state.generations.followed(fingerprint)
-        if voided:
-            self._tier_supervisor.tell_peers(voided)
-        return count
+        if dropped:
+            self._tier_supervisor.tell_peers(list(dropped))
+        return dropped
 
     def drop(self, fingerprint: bytes | None) -> int:
         """Void all blocks of a namespace, open or not, or of all, in the pool and on disks; return how many there were.

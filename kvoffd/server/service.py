@@ -56,13 +56,15 @@ MAX_PENDING = 64
 
 NEW_WORK = m.OpenNamespace, m.Register, m.Submit
 """Requests that a stopping daemon refuses."""
+NO_MISTAKES = ErrorCode.INTERNAL, ErrorCode.MALFORMED, ErrorCode.TOO_LARGE
+"""Errors that a program makes, and no person."""
 
 
 class Service:
     """The parts of one daemon, its outgoing messages, and its counters.
 
-    The sockets call ``handle`` for each request, send the messages of ``outgoing``, and then call ``after_send``: at
-    once if ``urgent``, else a little later. Between requests they call ``background`` while it has more to do.
+    In a turn of the loop the sockets call ``handle`` for each request, send the messages of ``outgoing``, and then call
+    ``after_send``: at once if ``urgent``, else a little later. Each turn ends with a step of ``background``.
     """
 
     def __init__(
@@ -153,16 +155,19 @@ class Service:
     def handle(self, route: bytes, frame: bytes) -> None:
         """Handle one request frame. Never raises. Its reply is added to ``replies``, or ``pending`` if it must wait."""
         self.request_counts.requests += 1
-        request_id, session = 0, None
+        request_id, session = 0, self.sessions.by_route.get(route)
         answer: Answer
         try:
             if len(frame) > (most := self.config.limits.max_frame_bytes):
                 raise KvoffdError(
                     f"The frame has {len(frame)} bytes; the limit is {most}. Send it in parts.", ErrorCode.TOO_LARGE
                 )
-            request = codec.decode_request(frame)
+            try:
+                request = codec.decode_request(frame)
+            except codec.CODEC_ERRORS as error:
+                why = f"The frame is not a request of protocol {m.PROTOCOL_VERSION}: {error}. Fix the client."
+                raise KvoffdError(why, ErrorCode.MALFORMED) from None
             request_id = request.request_id
-            session = self.sessions.by_route.get(route)
             exchange, handler = self.handlers[type(request)]
             if session is None:
                 answer = self._answer_without_session(route, request)
@@ -182,12 +187,8 @@ class Service:
                 if not isinstance(request, m.Lookup):
                     self.cache.prompts.report()
                 answer = handler(session, request)
-        except codec.CODEC_ERRORS as error:
-            why = f"The frame is not a request of protocol {m.PROTOCOL_VERSION}: {error}. Fix the client."
-            refusal = KvoffdError(why, ErrorCode.MALFORMED)
-            answer = self.refusal(codec.request_id_of(frame), refusal)
         except Exception as error:
-            answer = self.refusal(request_id, error, session)
+            answer = self.refusal(request_id or codec.request_id_of(frame), error, session)
         if isinstance(answer, Pending):
             answer.request_id, answer.session = request_id, session
             if not self._settle(answer):
@@ -239,7 +240,9 @@ class Service:
                 self._warn_of_partial,
                 self.memory.tick,
                 self.traffic.tick,
-                self.lookups.tick,
+                self.lookups.recent.sample,
+                self.loop_watch.recent.sample,
+                self.jobs.tick,
                 self.request_counts.tick,
                 self._save_totals_if_due,
                 self.curve.tick,
@@ -292,10 +295,10 @@ class Service:
     def refusal(self, request_id: int, error: Exception, session: Session | None = None) -> m.Error:
         """Return the reply to a request that raised ``error``, and count and log it.
 
-        Errors of administrators, such as a mistyped name, are neither counted nor logged, except internal ones.
+        Errors of administrators, such as a mistyped name, are neither counted nor logged, except ``NO_MISTAKES``.
         """
         refusal = refusal_of(error)
-        if session is None or session.role is not m.Role.ADMIN or refusal.code is ErrorCode.INTERNAL:
+        if session is None or session.role is not m.Role.ADMIN or refusal.code in NO_MISTAKES:
             self.request_counts.count_error(refusal.code)
             who = "a client without a session" if session is None else f"session {session.id} ({session.name})"
             _refused.warn("A request of %s was refused, %s: %s", who, refusal.code.name.lower(), refusal.message)

@@ -53,21 +53,21 @@ class Registration:
     namespace: Namespace
     rank: int
     layouts: list[GroupLayout]
-    jobs: int = field(default=0, init=False)
-    """Number of jobs that use the memory."""
+    copies: int = field(default=0, init=False)
+    """Number of copies that use the memory."""
     closing: bool = field(default=False, init=False)
-    """Whether ``close_when_idle`` was called: no further job may use the memory."""
+    """Whether ``close_when_idle`` was called: no further copy may use the memory."""
     _on_closed: Callable[[], None] = field(default=lambda: None, init=False)
 
     def close_when_idle(self, on_closed: Callable[[], None]) -> None:
-        """Unmap the memory after the last job, then call ``on_closed``. Call this once."""
+        """Unmap the memory after the last copy, then call ``on_closed``. Call this once."""
         assert not self.closing, "a registration is closed once"
         self.closing, self._on_closed = True, on_closed
         self.close_if_idle()
 
     def close_if_idle(self) -> None:
-        """Unmap the memory if ``close_when_idle`` was called and no job uses it."""
-        if self.closing and not self.jobs:
+        """Unmap the memory if ``close_when_idle`` was called and no copy uses it."""
+        if self.closing and not self.copies:
             self.memory.close(self._on_closed)
 
 
@@ -137,7 +137,7 @@ class Session:
             on_released()
 
     def close_memory(self) -> None:
-        """Unmap all memory as soon as no job uses it, and close attached descriptors."""
+        """Unmap all memory as soon as no copy uses it, and close attached descriptors."""
         for registration in self.registrations.values():
             registration.close_when_idle(lambda: None)
         self.registrations.clear()

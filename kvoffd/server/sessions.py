@@ -17,7 +17,7 @@ from kvoffd.server.handlers import answers, filled
 from kvoffd.server.host import Host
 from kvoffd.server.jobs import Jobs
 from kvoffd.server.session import ClientProcess, Lifeline, Session
-from kvoffd.system.rare_warnings import RareWarnings
+from kvoffd.system.rare_warnings import USUAL, RareWarnings
 from kvoffd_proto import admin as a
 from kvoffd_proto.build import with_commit
 from kvoffd_proto.errors import ErrorCode
@@ -36,6 +36,7 @@ from kvoffd_proto.units import printable
 
 logger = logging.getLogger(__name__)
 _other_versions = RareWarnings(logger)
+_come_and_gone = RareWarnings(logger, logging.INFO, USUAL)
 
 MAX_DEFAULT_CREDIT_BYTES = 2**30
 OPERATORS_SESSIONS = 8
@@ -174,9 +175,8 @@ class SessionTable:
             raise self._full()
         if session.role is None:
             where = f"pid {session.process.pid}" if session.process.pid else "in another pid namespace"
-            level = logging.DEBUG if role is Role.ADMIN else logging.INFO  # every kvoffd-cli command opens one
             who = f"{name} ({software})" if software else name
-            logger.log(level, "Session %d: %s %s, %s.", session.id, role, who, where)
+            _log(role, "Session %d: %s %s, %s.", session.id, role, who, where)
         session.role, session.name, session.software = role, name, software
 
     def _full(self) -> KvoffdError:
@@ -278,10 +278,17 @@ class SessionTable:
         session.release_if_idle()
         self.share_credit()
         if session.role is not None:
-            level = logging.DEBUG if session.role is Role.ADMIN else logging.INFO
-            logger.log(level, "Session %d (%s %s) ended: %s.", session.id, session.role, session.name, why)
+            _log(session.role, "Session %d (%s %s) ended: %s.", session.id, session.role, session.name, why)
             counts = session.role is not Role.ADMIN
         else:
             counts = why not in (Ending.CLOSED, Ending.GONE, Ending.STOPPING)
         if counts:
             self.endings[why.value] += 1
+
+
+def _log(role: Role, text: str, *values: object) -> None:
+    """Log what became of a session. Each command of kvoffd-cli opens one as an administrator."""
+    if role is Role.ADMIN:
+        logger.debug(text, *values)
+    else:
+        _come_and_gone.warn(text, *values)

@@ -27,6 +27,7 @@ from kvoffd.server.session import ClientProcess
 from kvoffd.server.sessions import may_connect
 from kvoffd.system.directory import DaemonDirectory
 from kvoffd.system.limits import few_descriptors_left
+from kvoffd.system.listening import BACKLOG
 from kvoffd.system.rare_warnings import RareWarnings
 from kvoffd_proto.errors import ErrorCode
 
@@ -37,11 +38,10 @@ QUEUED_MESSAGES = 1000
 QUEUED_PUBLICATIONS = 256
 """The same of publications to one subscriber, which has a queue too: one has the tokens of up to a thousand blocks."""
 MAX_SUBSCRIPTION_BYTES = 4096
-BACKLOG = 1024
-RETRY_S = 0.25
-"""Pause after accept() failed, for example for lack of descriptors: it would fail again at once."""
-DRAIN_S, DRAINED_AT_ONCE = 0.002, 64
-"""Time and messages after which the loop handles lifelines and timers."""
+TURN_S, HANDLED_AT_ONCE = 0.002, 64
+"""Time and requests after which a turn ends, so that the loop handles lifelines and timers."""
+ADMITTED_AT_ONCE = 64
+"""Connections admitted or refused before the loop handles anything else."""
 FRAMES_AT_ONCE = 2048
 """Frames dropped at once of a message that has too many: it may have millions, of two bytes each on the wire."""
 FRAMES_TIMED = 8
@@ -65,18 +65,18 @@ class Sockets:
     libzmq's descriptor is edge-triggered: it does not signal messages that were there before, and every call may
     consume the edge. So the loop polls the socket after its last use, and at each tick.
 
-    All of these end in ``_drain``, which makes posted calls, handles requests and sends what there is:
+    All of these end in ``_turn``, which has all that the loop does for messages, in its order:
 
     | what happened | what is called |
     |---|---|
-    | a message came, and libzmq signals it | ``_drain``, by the loop |
+    | a message came, and libzmq signals it | ``_turn``, by the loop |
     | another thread ended a copy, an I/O or a mapping | ``post``, which schedules it once for all posted calls |
     | the loop queued messages: a session ended, a scrub's step | ``wake``, which schedules it once |
     | it stopped with more to do | ``wake``, by itself |
     | a reply was sent, AFTER_REPLY_S ago; a tick | ``serve``, for the edge may be lost |
 
     A request is one frame. A message of more frames is answered with an error, and the others are dropped, some in each
-    drain. Until then no other request is read, since libzmq delivers one message after another; all other work
+    turn. Until then no other request is read, since libzmq delivers one message after another; all other work
     continues. libzmq delivers no frame before it has the whole message, at 64 bytes a frame and without a limit.
     """
 
@@ -88,6 +88,8 @@ class Sockets:
         self._post_scheduled = self._wake_scheduled = self._serve_scheduled = False
         self._service: Service | None = None
         """The service while the sockets are open. Earlier posts wait; later ones are dropped: the pool may be gone."""
+        self._admits_more = False
+        """Whether connections may be left that wait for their admission."""
         self._drops_frames = False
         """Whether the message that was read last has frames that are not dropped yet."""
         self._warnings = RareWarnings(logger)
@@ -113,7 +115,7 @@ class Sockets:
         except zmq.ZMQError as error:
             raise OSError(error.errno, error.strerror) from error
         self._loop.add_reader(self._admission.FD, self._admit)
-        self._loop.add_reader(self._jobs.FD, self._drain)
+        self._loop.add_reader(self._jobs.FD, self._turn)
         self.wake()
 
     def _bind(self, socket: zmq.Socket[bytes], path: Path, max_message_bytes: int, queued: int) -> None:
@@ -144,73 +146,83 @@ class Sockets:
         if not self._post_scheduled:  # checked after the append: if it is set, _make_calls will find the call
             self._post_scheduled = True
             with suppress(RuntimeError):  # the loop has ended, and with it all sessions
-                self._loop.call_soon_threadsafe(self._drain, True)
+                self._loop.call_soon_threadsafe(self._turn, True)
 
     def wake(self) -> None:
-        """Schedule a drain, after something other than a message may have queued messages to send."""
+        """Schedule a turn, after something other than a message may have queued messages to send."""
         if not self._wake_scheduled:
             self._wake_scheduled = True
             self._loop.call_soon(self._on_wake)
 
     def finish_posted(self) -> None:
-        """Make all posted calls, and send their messages."""
+        """Make all posted calls, and send their messages: the last turn."""
         self._make_calls(inf)
         self.flush()
 
     def serve(self) -> bool:
-        """Drain the sockets at each tick, and a while after a reply, since an edge may be lost. False after a bug."""
+        """Take a turn at each tick, and a while after a reply, since an edge may be lost. False after a bug."""
         self._admit()
         self._serve_scheduled = False
-        return self._drain(due=True)
+        return self._turn(due=True)
 
     def _on_wake(self) -> None:
-        # Reset only here: if each drain did, each could schedule another one, and the loop would do nothing else.
+        # Reset only here: if each turn did, each could schedule another one, and the loop would do nothing else.
         self._wake_scheduled = False
-        self._drain(due=True)
+        if self._admits_more:
+            self._admit()
+        self._turn(due=True)
 
-    def _drain(self, due: bool = False) -> bool:
-        """Make posted calls and handle requests, until there are none or the time is over.
+    def _turn(self, due: bool = False) -> bool:
+        """Take one turn: ends of copies and I/O, requests, a step of background work. What these leave is sent at once.
 
-        ``due``: something other than a message may have queued messages to send.
+        ``due``: something other than a message may have queued messages to send. Return False after a bug.
         """
         if (service := self._service) is None:
             return True
         with service.loop_watch:
-            until, more, jobs = time.monotonic() + DRAIN_S, False, self._jobs
+            until, more = time.monotonic() + TURN_S, False
             try:
                 if due or self._posted:
                     more = self._make_calls(until)
-                    self.flush()
-                for _ in range(DRAINED_AT_ONCE):
-                    if self._drops_frames and not self._drop_frames():
-                        more = True
+                    self._follow_up(self.flush())
+                for _ in range(HANDLED_AT_ONCE):
+                    if (request := self._receive()) is None:
+                        more = more or self._drops_frames
                         break
-                    if not cast(int, jobs.get(_EVENTS)) & _POLLIN:
-                        break
-                    route, frame = jobs.recv(_NOBLOCK), jobs.recv(_NOBLOCK, copy=False)
-                    self._drops_frames = frame.more
-                    # The decoder refuses an empty frame with an error.
-                    service.handle(route, b"" if frame.more else frame.bytes)
-                    self.flush()  # a reply does not wait for later requests
+                    service.handle(*request)
+                    self._follow_up(self.flush())  # a reply does not wait for later requests
                     if time.monotonic() > until:
                         more = True
                         break
                 else:
                     more = True
                 more = service.background() or more
-                if service.pending and self.flush():
-                    more = True  # sending may have consumed the edge of a request that came
-            except Exception:  # the loop must survive it; the next tick drains again
-                logger.exception("An iteration of the message loop failed.")
+                if service.pending or service.events.pending:
+                    self._follow_up(replied := self.flush())
+                    more = more or replied  # sending may have consumed the edge of a request that came
+            except Exception:  # the loop must survive it; the next tick takes another turn
+                logger.exception("A turn of the message loop failed.")
                 return False
             if more:
                 self.wake()
             return True
 
+    def _receive(self) -> tuple[bytes, bytes] | None:
+        """Return the next request and its route; None if none waits, or frames of the last message are still to be
+        dropped."""
+        if self._drops_frames and not self._drop_frames():
+            return None
+        jobs = self._jobs
+        if not cast(int, jobs.get(_EVENTS)) & _POLLIN:
+            return None
+        route, frame = jobs.recv(_NOBLOCK), jobs.recv(_NOBLOCK, copy=False)
+        self._drops_frames = frame.more
+        return route, b"" if frame.more else frame.bytes  # the decoder refuses an empty frame with an error
+
     def _drop_frames(self) -> bool:
         """Drop FRAMES_AT_ONCE frames of the message that was read last, or fewer if they are large; return whether none
         is left."""
-        until = time.monotonic() + DRAIN_S
+        until = time.monotonic() + TURN_S
         for count in range(FRAMES_AT_ONCE):
             if not self._jobs.get(_RCVMORE):
                 self._drops_frames = False
@@ -250,33 +262,49 @@ class Sockets:
                 self._jobs.send(frame, _NOBLOCK)
             except zmq.ZMQError as error:
                 service.request_counts.replies_dropped["unread" if isinstance(error, zmq.Again) else "gone"] += 1
-        if service.urgent or not replies:
+        return bool(replies)
+
+    def _follow_up(self, replied: bool) -> None:
+        """Have the service do the work that may wait until replies are sent. ``replied``: some were sent just now."""
+        service = self._service
+        assert service is not None, "a turn needs one"
+        if service.urgent or not replied:
             service.after_send()
         elif not self._serve_scheduled:
             # Later: on few cores it would delay libzmq's thread, which sends. ``serve`` comes here without replies.
             self._serve_scheduled = True
             self._loop.call_later(AFTER_REPLY_S, self.serve)
-        return bool(replies)
 
     # --- access control ---------------------------------------------------------------------------
 
     def _admit(self) -> None:
         """Answer libzmq's requests to admit connections (ZeroMQ RFC 27, ZAP), which have the processes' credentials."""
-        while self._service is not None and cast(int, self._admission.get(_EVENTS)) & _POLLIN:
-            _, request_id, _, address, *_ = self._admission.recv_multipart(_NOBLOCK)
-            process = _process_at(address)
-            allowed = process.pid == os.getpid() or may_connect(process, self._config)
-            if allowed and few_descriptors_left():
-                allowed = False
-                self._service.request_counts.count_error(ErrorCode.TOO_MANY)
-                self._warnings.warn("%s", FEW_DESCRIPTORS)
-            elif not allowed:
-                self._service.request_counts.count_error(ErrorCode.FORBIDDEN)
-                self._warnings.warn(
-                    "A connection was refused: user %d (group %d) may not use this kvoffd.", process.uid, process.gid
-                )
-            status = b"200" if allowed else b"400"
-            self._admission.send_multipart([b"1.0", request_id, status, b"", b"", b""], _NOBLOCK)
+        if (service := self._service) is None:
+            return
+        with service.loop_watch:
+            self._admits_more = False
+            for _ in range(ADMITTED_AT_ONCE):
+                if not cast(int, self._admission.get(_EVENTS)) & _POLLIN:
+                    return
+                self._admit_one(service)
+            self._admits_more = True
+            self.wake()
+
+    def _admit_one(self, service: Service) -> None:
+        _, request_id, _, address, *_ = self._admission.recv_multipart(_NOBLOCK)
+        process = _process_at(address)
+        allowed = process.pid == os.getpid() or may_connect(process, self._config)
+        if allowed and few_descriptors_left():
+            allowed = False
+            service.request_counts.count_error(ErrorCode.TOO_MANY)
+            self._warnings.warn("%s", FEW_DESCRIPTORS)
+        elif not allowed:
+            service.request_counts.count_error(ErrorCode.FORBIDDEN)
+            self._warnings.warn(
+                "A connection was refused: user %d (group %d) may not use this kvoffd.", process.uid, process.gid
+            )
+        status = b"200" if allowed else b"400"
+        self._admission.send_multipart([b"1.0", request_id, status, b"", b"", b""], _NOBLOCK)
 
 
 def _process_at(address: bytes) -> ClientProcess:

@@ -143,6 +143,7 @@ class Statistics:
             policy_bytes=cache.policy.nbytes,
             learned=cache.policy.describe(),
             log_level=logging.getLevelName(logging.getLogger().level).lower(),
+            last_hour_loop_blocked=self.loop_watch.recent.in_last(HOUR_S),
             settings=self._settings,
             paying_off=None,
             verdict="",
@@ -171,7 +172,6 @@ class Statistics:
                 ready_blocks=one.ready_blocks,
                 ready_bytes=one.ready_bytes,
                 invalidated_blocks=one.counters.invalidated_blocks,
-                partial_blocks=one.counters.partial_blocks,
                 prefill_tokens_per_second=one.counters.prefill_tokens_per_second,
                 **self.traffic.of_namespace(one),
             )
@@ -225,7 +225,7 @@ class Statistics:
         )
 
     def _copy_stats(self, direction: Direction) -> s.CopyStats:
-        work, ended = self.work[direction], self.jobs.counters[direction]
+        work, ended, recent = self.work[direction], self.jobs.counters[direction], self.jobs.in_last_hour(direction)
         return s.CopyStats(
             jobs=ended.jobs,
             failed_jobs=ended.failed_jobs,
@@ -235,6 +235,8 @@ class Statistics:
             running_jobs=work.running_jobs,
             checksum_seconds=work.checksum_seconds,
             refused_batches=work.refused_batches,
+            last_hour_jobs=recent.jobs,
+            last_hour_failed_jobs=recent.failed_jobs,
         )
 
     def _tiering_stats(self) -> s.TieringStats | None:

@@ -1,4 +1,4 @@
-"""Listens for HTTP."""
+"""Listens for connections."""
 
 from __future__ import annotations
 
@@ -8,10 +8,14 @@ import socket
 from kvoffd.errors import KvoffdError
 
 ALL_INTERFACES = "*"
+BACKLOG = 1024
+"""Connections that may wait to be accepted."""
+RETRY_S = 0.25
+"""Pause after accept() failed, for example for lack of descriptors: it would fail again at once."""
 
 
 def listen(host: str, port: int) -> list[socket.socket]:
-    """Return sockets that listen on all addresses of a host; ``*`` is every interface, IPv4 and IPv6.
+    """Return sockets that listen for HTTP on all addresses of a host; ``*`` is every interface, IPv4 and IPv6.
 
     Raises KvoffdError.
     """
@@ -31,12 +35,12 @@ def _listeners(host: str, port: int) -> list[socket.socket]:
     """
     if host == ALL_INTERFACES:
         if socket.has_dualstack_ipv6():
-            return [socket.create_server(("::", port), family=socket.AF_INET6, dualstack_ipv6=True)]
-        return [socket.create_server(("0.0.0.0", port))]
+            return [socket.create_server(("::", port), family=socket.AF_INET6, backlog=BACKLOG, dualstack_ipv6=True)]
+        return [socket.create_server(("0.0.0.0", port), backlog=BACKLOG)]
     listeners, errors = [], []
     for family, _, _, _, place in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
         try:
-            listeners.append(socket.create_server(place[:2], family=family))
+            listeners.append(socket.create_server(place[:2], family=family, backlog=BACKLOG))
         except OSError as error:
             errors.append(error)
     lacking = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)

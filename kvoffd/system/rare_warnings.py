@@ -9,16 +9,21 @@ RARE_S = 60.0
 """Time between two warnings of one kind."""
 
 
-class RareWarnings:
-    """Logs at most one warning a minute, so that no client can fill a disk, and the others at level debug."""
+USUAL = 256
+"""Lines a minute about what clients do as a rule, and one of them may do in a loop."""
 
-    def __init__(self, logger: logging.Logger, level: int = logging.WARNING) -> None:
-        self._logger, self._level = logger, level
-        self._next_at = 0.0
+
+class RareWarnings:
+    """Logs one warning a minute, or ``most``, so that no client can fill a disk, and the others at level debug."""
+
+    def __init__(self, logger: logging.Logger, level: int = logging.WARNING, most: int = 1) -> None:
+        self._logger, self._level, self._most = logger, level, most
+        self._next_at, self._left = 0.0, 0
 
     def warn(self, text: str, *values: object, exc_info: bool = False) -> None:
         now = time.monotonic()
-        due = now >= self._next_at
-        if due:
-            self._next_at = now + RARE_S
+        if now >= self._next_at:
+            self._next_at, self._left = now + RARE_S, self._most
+        due = self._left > 0
+        self._left -= due
         self._logger.log(self._level if due else logging.DEBUG, text, *values, exc_info=exc_info)

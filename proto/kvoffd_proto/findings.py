@@ -245,9 +245,10 @@ def daemon_health(facts: Facts) -> Iterator[Finding]:
 
 
 def late_lookups(facts: Facts) -> Iterator[Finding]:
-    late, lookups = facts.stats.since_start.late_lookups, facts.stats.since_start.lookups
+    late, lookups = facts.stats.last_hour.late_lookups, facts.stats.last_hour.lookups
     if late >= s.MIN_LATE and late > s.LATE_SHARE * lookups and not facts.has("lookups_late"):
-        evidence = f"Since the start engines did not wait for {format_count(late)} of {format_count(lookups)} lookups."
+        counts = f"{format_count(late)} of {format_count(lookups)} lookups"
+        evidence = f"In the last hour engines did not wait for {counts}."
         yield finding("lookups_late", evidence, _share(late, lookups))
 
 
@@ -259,28 +260,32 @@ def failures(facts: Facts) -> Iterator[Finding]:
         named = ", ".join(f"{format_count(count)} {printable(name)}" for name, count in counts)
         yield finding("errors", f"In the last hour the daemon answered with errors: {named}.", 0.5)
     for name, copies in failing_copies(stats):
-        evidence = f"{format_count(copies.failed_jobs)} of {format_count(copies.jobs)} {name} jobs failed."
-        causes = stats.since_start.no_space_causes if name == "store" else {}
+        share = f"{format_count(copies.last_hour_failed_jobs)} of {format_count(copies.last_hour_jobs)}"
+        evidence = f"In the last hour {share} {name} jobs failed."
+        causes = stats.last_hour.no_space_causes if name == "store" else {}
         for cause, lost in sorted(causes.items(), key=lambda item: -item[1])[:1]:
             evidence += f" {count_blocks(lost)} had no space: {s.NO_SPACE_CAUSES.get(cause, printable(cause))}."
-        yield finding(f"failed_{name}s", evidence, _share(copies.failed_jobs, copies.jobs))
+        yield finding(f"failed_{name}s", evidence, _share(copies.last_hour_failed_jobs, copies.last_hour_jobs))
 
 
 def failing_copies(stats: s.DaemonStats) -> Iterator[tuple[str, s.CopyStats]]:
-    """Yield stores and loads if many failed, but not stores refused mostly by quotas, which health reports."""
-    causes = stats.since_start.no_space_causes
+    """Yield stores and loads if many failed in the last hour, but not stores refused mostly by quotas, which health
+    reports."""
+    causes = stats.last_hour.no_space_causes
     for name, copies in (("store", stats.store), ("load", stats.load)):
-        refused = name == "store" and causes and max(causes, key=causes.__getitem__) == "quota"
-        if copies.failed_jobs >= MIN_ERRORS and copies.failed_jobs > ERROR_SHARE * copies.jobs and not refused:
+        failed, refused = copies.last_hour_failed_jobs, name == "store" and causes
+        if refused and max(causes, key=causes.__getitem__) == "quota":
+            continue
+        if failed >= MIN_ERRORS and failed > ERROR_SHARE * copies.last_hour_jobs:
             yield name, copies
 
 
 def blocked_loop(facts: Facts) -> Iterator[Finding]:
-    beats = facts.stats.loop_blocked_seconds
+    beats = facts.stats.last_hour_loop_blocked
     late, longest = beats.quantile(0.99), format_duration(facts.stats.loop_blocked_max_seconds)
     if beats.count >= verdict.MIN_LOOKUPS and late >= LOOP_BLOCKED_S:
-        evidence = f"1 % of the delays of the daemon's event loop were {format_duration(late)} or more, the longest"
-        yield finding("loop_blocked", f"{evidence} {longest}.", 0.3)
+        evidence = f"In the last hour 1 % of the delays of the daemon's event loop were {format_duration(late)} or more"
+        yield finding("loop_blocked", f"{evidence}; the longest since the start was {longest}.", 0.3)
 
 
 def connected_clients(facts: Facts) -> Iterator[Finding]:
@@ -339,11 +344,18 @@ def halves_apart(facts: Facts) -> Iterator[Finding]:
 
 
 def partial_blocks(facts: Facts) -> Iterator[Finding]:
+    """Find namespaces of which blocks were dropped, if any blocks were in the last hour."""
+    recent = facts.stats.last_hour.partial_blocks
+    if recent < MIN_ERRORS:
+        return
     for one in facts.counted:
         share = _share(one.partial_blocks, one.partial_blocks + one.stored_blocks)
         if one.partial_blocks >= MIN_ERRORS and share > ERROR_SHARE:
-            blocks = f"{count_blocks(one.partial_blocks)}, which were dropped."
-            evidence = f"{namespace_name(one.model, one.id)}: not all ranks stored their part of {blocks}"
+            evidence = (
+                f"{namespace_name(one.model, one.id)}: not all ranks stored their part of "
+                f"{count_blocks(one.partial_blocks)} since the start, which were dropped. In the last hour "
+                f"{format_count(recent)} of all namespaces were."
+            )
             yield finding("partial_blocks", evidence, share)
 
 
@@ -365,7 +377,7 @@ def memory(facts: Facts) -> Iterator[Finding]:
         )
     if pool.numa_remote_slots > REMOTE_SHARE * stored > 0:
         count = format_count(pool.numa_remote_slots)
-        yield finding("numa", f"{count} slots were taken on another NUMA node than their GPU.", 0.2)
+        yield finding("numa", f"Since the start {count} slots were taken on another NUMA node than their GPU.", 0.2)
 
 
 def _huge_pages(facts: Facts) -> Iterator[Finding]:
@@ -404,27 +416,28 @@ def disks(facts: Facts) -> Iterator[Finding]:
             evidence = f"{name} may use {format_size(missing)} more, but only {format_size(free)} are free."
             yield finding("disk_space", evidence, _share(missing, disk.size_bytes))
         if (life_s := _disk_life_s(facts, disk)) < SHORT_LIFE_S:
-            evidence = f"{name} is full, and its whole contents are replaced every {format_duration(life_s)}."
+            evidence = f"{name} is full. Since the start its whole contents were replaced every "
+            evidence += f"{format_duration(life_s)}."
             yield finding("disk_too_small", evidence, 0.3, f'disk = ["{name}={exact_size(2 * disk.size_bytes)}"]')
 
 
 def late_tiers(facts: Facts) -> Iterator[Finding]:
-    traffic = facts.stats.since_start
-    late = traffic.misses.get("tier_late", 0)
+    traffic, total = facts.stats.last_hour, facts.stats.since_start
+    late, late_so_far = traffic.misses.get("tier_late", 0), total.misses.get("tier_late", 0)
     had = late + traffic.found_keys.get("disk", 0) + traffic.found_keys.get("shared", 0)
     if late >= MIN_ERRORS and late >= LATE_TIER_SHARE * had:
         tiers = [("disks", "disk_deadline")] if facts.stats.disks else []
         tiers += [("shared stores", "shared_deadline")] if facts.stats.shared else []
         names = " and ".join(name for name, _ in tiers) or "tiers"
-        evidence = f"{percent(late, had)} of the blocks found in {names} came too late."
+        evidence = f"In the last hour {percent(late, had)} of the blocks found in {names} came too late."
         failed = [*(one.promotions_failed for one in facts.stats.shared)]
         failed += [facts.stats.tiers.promotions_failed] if facts.stats.tiers is not None else []
         by_deadline = sum(one.get(kind, 0) for one in failed for kind in ("deadline", "overdue"))
-        if 2 * by_deadline < late:
+        if 2 * by_deadline < late_so_far:
             evidence += " Engines did not wait for most of them: computing was to take less time."
             yield finding("tier_late", evidence, _share(late, had), "a larger pool_size, or a faster disk or store")
             return
-        gain = _of_prompts(traffic, 100 * _share(late, traffic.asked_keys - traffic.not_needed_keys))
+        gain = _of_prompts(total, 100 * _share(late_so_far, total.asked_keys - total.not_needed_keys))
         deadlines = [(setting, facts.setting(setting)) for _, setting in tiers]
         fixes = [f'{setting} = "{2 * parse_duration(now):g}s"' for setting, now in deadlines if now]
         fix = " or ".join(fixes) or "a longer disk_deadline or shared_deadline"
@@ -437,9 +450,10 @@ def tiers_down(facts: Facts) -> Iterator[Finding]:
     if keys >= MIN_ERRORS and keys >= LATE_TIER_SHARE * traffic.asked_keys:
         tiers = [(one.directory, one.missed_keys) for one in facts.stats.disks]
         tiers += [(one.url, one.missed_keys) for one in facts.stats.shared]
-        names = " and ".join(printable(name) for name, missed in tiers if missed) or "a disk or a shared store"
         share = percent(keys, traffic.asked_keys)
-        evidence = f"In the last hour {share} of the keys asked for were missed while {names} failed."
+        evidence = f"In the last hour {share} of the keys asked for were missed while a disk or a shared store failed."
+        if names := " and ".join(printable(name) for name, missed in tiers if missed):
+            evidence += f" Since the start these have failed: {names}."
         yield finding("tier_down", evidence, _share(keys, traffic.asked_keys))
 
 
@@ -454,7 +468,7 @@ def disk_writes(facts: Facts) -> Iterator[Finding]:
         if written < size or stats.since_start.lookups < verdict.MIN_LOOKUPS:
             return  # filling them once is no waste
         times = f"{written / read:.1f} bytes for each byte" if read else f"{format_size(written)}, and no byte"
-        evidence = f"The disks wrote {times} that was read from them. That is {format_size(day_bytes)} a day."
+        evidence = f"Since the start the disks wrote {times} that was read from them: {format_size(day_bytes)} a day."
         if any(_disk_life_s(facts, one) < SHORT_LIFE_S for one in stats.disks):
             evidence += " First give it more space (see disk_too_small), so that more of it is read."
         fix = 'disk_write = "auto"' if tiers.write_mode == "always" else _daily_limit(min(size, day_bytes / 2))
@@ -463,7 +477,8 @@ def disk_writes(facts: Facts) -> Iterator[Finding]:
     skipped = tiers.not_written.get("budget", 0)
     left = sum(tiers.not_written.values()) + tiers.written_blocks
     if skipped >= MIN_ERRORS and skipped >= LIMITED_SHARE * left:
-        evidence = f"{percent(skipped, left)} of the blocks for disks were skipped: the daily write limit was reached."
+        evidence = f"Since the start {percent(skipped, left)} of the blocks for disks were skipped: the daily write "
+        evidence += "limit was reached."
         wanted = _daily_limit(day_bytes * (1 + skipped / max(1, tiers.written_blocks)))
         yield finding("disk_write_limit", evidence, _share(skipped, left), wanted)
 
@@ -616,9 +631,10 @@ def _computed(stats: s.DaemonStats) -> str:
     """Return a sentence without its end: what engines compute; what they lack, if they report no prompts."""
     traffic = stats.since_start
     if total := traffic.all_prompt_tokens:
-        return f"Engines computed {percent(traffic.prompt_tokens.get('computed', 0), total)} of the prompts' tokens"
+        computed = percent(traffic.prompt_tokens.get("computed", 0), total)
+        return f"Since the start engines computed {computed} of the prompts' tokens"
     missed = sum(traffic.misses.values())
-    return f"{percent(missed, traffic.asked_keys)} of the keys asked for were missed"
+    return f"Since the start {percent(missed, traffic.asked_keys)} of the keys asked for were missed"
 
 
 def _would_be(stats: s.DaemonStats, points: float) -> str:
@@ -794,7 +810,8 @@ def engines(facts: Facts) -> Iterator[Finding]:
 def _engine_counts(facts: Facts, at: str, engine: EngineMetrics) -> Iterator[Finding]:
     late, lookups = engine.of("kvoffd_late_lookups_total"), engine.of("kvoffd_lookups_total")
     if late >= s.MIN_LATE and late > s.LATE_SHARE * lookups:
-        evidence = f"{at} did not wait for {format_count(round(late))} of {format_count(round(lookups))} lookups."
+        counts = f"{format_count(round(late))} of {format_count(round(lookups))} lookups"
+        evidence = f"{at} did not wait for {counts} since its start."
         yield finding("engine_late", evidence, _share(late, lookups))
     # Bytes of the connector, and those that the daemon loaded for all engines. Not vLLM's external hits: below its
     # MultiConnector they include other connectors'. An engine that is older than the daemon may have counted loads of

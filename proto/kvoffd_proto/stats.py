@@ -200,6 +200,7 @@ class Traffic(Part, frozen=True):
     no_space_keys: Annotated[Count, counter("Keys not stored because the pool or the quota had no space.")] = 0
     no_space_causes: Annotated[Labelled, doc("Keys without space, by cause: " + ", ".join(NO_SPACE_CAUSES) + ".")] = {}
     rejected_keys: Annotated[Count, doc("Keys not stored because the eviction policy rejected them.")] = 0
+    partial_blocks: Annotated[Count, doc("Blocks dropped because a rank did not store its part within 60 seconds.")] = 0
     late_lookups: Annotated[Count, counter("Lookups whose answers engines did not wait for: they computed.")] = 0
     skipped_loads: Annotated[Count, doc("Loads that engines skipped because computing was faster.")] = 0
     paused_stores: Annotated[Count, doc(PAUSED_STORES)] = 0
@@ -268,7 +269,6 @@ class NamespaceStats(Traffic, frozen=True):
     ready_bytes: Annotated[ByteCount, gauge("Pool bytes of the namespace's readable blocks.")] = 0
     disk_bytes: Annotated[ByteCount, doc("Bytes of the namespace's blocks on this node's disks.")] = 0
     invalidated_blocks: Annotated[Count, doc("Blocks dropped by reset, clear, engine, timeout or checksum.")] = 0
-    partial_blocks: Annotated[Count, doc("Blocks dropped because a rank did not store its part within 60 seconds.")] = 0
     quota_bytes: Annotated[ByteCount | None, gauge("Pool bytes that the namespace may use at most.")] = None
     world_size: Annotated[Count, doc("Ranks of an engine: shards that make a block.")] = 1
     prefill_tokens_per_second: Annotated[PerSecond, doc("Prefill rate an engine reported last; 0 if unknown.")] = 0.0
@@ -336,6 +336,8 @@ class CopyStats(Part, frozen=True):
     running_jobs: Annotated[Count, doc("Copy jobs that are running.")] = 0
     checksum_seconds: Annotated[Seconds, doc("CPU seconds spent on the checksums of copy jobs.")] = 0.0
     refused_batches: Annotated[Count, doc("Batches refused by a CUDA driver, copied piece by piece instead.")] = 0
+    last_hour_jobs: Annotated[Count, doc("Copy jobs that ended in the last hour.")] = 0
+    last_hour_failed_jobs: Annotated[Count, doc("Those of them that failed or were cancelled.")] = 0
 
 
 class IntegrityStats(Part, frozen=True):
@@ -353,10 +355,10 @@ FEW_DURATIONS = 20
 
 
 class Histogram(Part, frozen=True):
-    """Distribution of a duration since the daemon's start."""
+    """Distribution of a duration, since the daemon's start unless noted otherwise."""
 
     buckets: Annotated[Labelled, doc("Number of durations up to each key, in seconds; ``+Inf`` counts all.")] = {}
-    sum_seconds: Annotated[Seconds, doc("Sum of all durations.")] = 0.0
+    sum_seconds: Annotated[Seconds, doc("Sum of all durations; 0 for those of an hour.")] = 0.0
 
     @property
     def count(self) -> int:
@@ -663,6 +665,7 @@ class DaemonStats(Part, frozen=True):
     verdict: Annotated[str, doc("Sentence on whether the cache pays off, and why not.")] = ""
     protocol: Annotated[Count, doc("Version of the protocol that the daemon speaks.")] = 0
     log_level: Annotated[str, doc("Least severe records that the daemon logs now; empty if it does not say.")] = ""
+    last_hour_loop_blocked: Annotated[Histogram, doc("As ``loop_blocked_seconds``, of the last hour.")] = Histogram()
 
 
 class StatsReply(Reply, frozen=True):

@@ -974,6 +974,24 @@ def test_a_step_ends_overdue_leases_or_drops_partial_blocks_and_the_next_steps_d
     check_invariants(rig.cache)
 
 
+def test_overdue_leases_behind_ended_ones_wait_for_no_other_tick() -> None:
+    """A tick saw only the ended ones, whose blocks are still to be unpinned, and left the others to the next one."""
+    rig = full_rig(32)
+    namespace = rig.open("a")
+    rig.store(namespace, keys_of(*range(5)))
+    for number in range(4):
+        hold(rig, namespace, keys_of(number), lease_id=number)
+    assert leased(rig, namespace, SESSION + 1, 4, 4) == 1
+    rig.cache.leases.ended_at_once = 2
+    rig.clock.now += 61
+    assert rig.cache.end_session(SESSION) == 4
+    rig.cache.tick()
+    while rig.cache.background():
+        pass
+    assert (rig.cache.leases.count, rig.cache.blocks.pinned_blocks) == (0, 0)
+    check_invariants(rig.cache)
+
+
 def test_a_step_stops_unpinning_after_some_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """It ended 1,024 leases, of 8,192 blocks each if need be."""
     monkeypatch.setattr("kvoffd.cache.leases.UNPINNED_AT_ONCE", 4)

@@ -107,6 +107,7 @@ def test_http_says_the_same_as_the_socket(cli: Cli, port: int, monkeypatch: pyte
         "disks",
         "tiers",
         "loop_blocked_max_seconds",
+        "last_hour_loop_blocked",
         "index_bytes",
     }
     here = stats(cli)

@@ -97,7 +97,7 @@ STATS = DaemonStats(
     namespaces=[counted()],
     curve=curve(),
     curve_seen_bytes=16 * GIB,
-    loop_blocked_seconds=Histogram({"0.001": 9900, "0.01": 10_000, "+Inf": 10_000}, 5.0),
+    last_hour_loop_blocked=Histogram({"0.001": 9900, "0.01": 10_000, "+Inf": 10_000}),
     settings=[SettingInfo(name, value) for name, value in SETTINGS.items()],
 )
 ENGINES = [session(1, Role.SCHEDULER), session(2, Role.WORKER)]
@@ -138,6 +138,8 @@ def with_disk(free_bytes: int | None = None, skipped: int = 0, **changes: Any) -
     )
 
 
+FAILING = CopyStats(last_hour_jobs=1000, last_hour_failed_jobs=50)
+BLOCKED = Histogram({"0.01": 900, "0.1": 1000, "+Inf": 1000})
 HALF = structs.replace(info(2, "llama"), sessions=0)
 EVICTED = {"misses": {"evicted": 3000, "unknown": 1000}}
 LACKING = Window(seconds=7200.0, **traffic(**EVICTED))
@@ -147,9 +149,9 @@ SMALL_DISK = {
 }  # fmt: skip
 CASES: dict[str, Facts] = {
     "errors": facts({"last_hour_errors": {"not_ready": 1001}}),
-    "failed_stores": facts({"store": CopyStats(jobs=1000, failed_jobs=50)}),
-    "failed_loads": facts({"load": CopyStats(jobs=1000, failed_jobs=50)}),
-    "loop_blocked": facts({"loop_blocked_seconds": Histogram({"0.01": 900, "0.1": 1000, "+Inf": 1000}, 9.0)}),
+    "failed_stores": facts({"store": FAILING}),
+    "failed_loads": facts({"load": FAILING}),
+    "loop_blocked": facts({"last_hour_loop_blocked": BLOCKED}),
     "no_engine": facts(sessions=[], namespaces=[], engines={}),
     "partial_blocks": space(partial_blocks=4000),
     "engine_refused": facts(sessions=[structs.replace(session(1, Role.SCHEDULER), problem="worker 0: No CUDA here.")]),
@@ -283,12 +285,25 @@ def test_a_quota_that_is_used_is_no_reason_for_a_larger_pool() -> None:
 
 def test_stores_that_failed_for_want_of_space_are_told_from_others() -> None:
     lost = Window(**traffic(no_space_keys=120, no_space_causes={"pinned": 100, "writing": 20}))
-    (found,) = find(facts({"store": CopyStats(jobs=1000, failed_jobs=50), "since_start": lost}))
-    assert (
-        found.evidence == "50 of 1,000 store jobs failed. 100 blocks had no space: leases and copies pinned the pool."
+    (found,) = find(facts({"store": FAILING, "last_hour": lost}))
+    assert found.evidence == (
+        "In the last hour 50 of 1,000 store jobs failed. 100 blocks had no space: leases and copies pinned the pool."
     )
     lost = Window(**traffic(no_space_keys=120, no_space_causes={"quota": 100, "writing": 20}))
-    assert not find(facts({"store": CopyStats(jobs=1000, failed_jobs=50), "since_start": lost})), "quotas refused them"
+    assert not find(facts({"store": FAILING, "last_hour": lost})), "quotas refused them"
+
+
+def test_what_was_over_an_hour_ago_is_no_finding() -> None:
+    """It was one until the daemon's end. Its counts stay in the statistics."""
+    failed = CopyStats(jobs=1000, failed_jobs=500)
+    over = {
+        "store": failed,
+        "load": failed,
+        "loop_blocked_seconds": BLOCKED,
+        "since_start": Window(**traffic(late_lookups=200, partial_blocks=4000)),
+        "namespaces": [counted(late_lookups=200, partial_blocks=4000)],
+    }
+    assert find(facts(over)) == []
 
 
 def test_every_other_error_and_warning_comes_before_what_is_only_worth_knowing() -> None:
@@ -339,7 +354,7 @@ def test_an_engine_whose_halves_reach_two_daemons_is_found_at_both() -> None:
 def test_slots_on_other_nodes_are_compared_with_the_slots_of_all_ranks() -> None:
     pool = structs.replace(STATS.pool, numa_remote_slots=4000)
     (found,) = find(CASES["numa"])
-    assert found.evidence == "4,000 slots were taken on another NUMA node than their GPU."
+    assert found.evidence == "Since the start 4,000 slots were taken on another NUMA node than their GPU."
     assert find(facts({"pool": pool, "namespaces": [counted(world_size=8)]})) == []
 
 
@@ -461,7 +476,8 @@ def test_a_pool_with_free_space_crowds_nobody() -> None:
 def test_keys_are_counted_where_engines_report_no_prompts() -> None:
     total = Window(**traffic(prompt_tokens={}, **EVICTED))
     (found,) = find(facts({"curve": curve(RISING, 26), "curve_seen_bytes": 200 * GIB, "since_start": total}))
-    assert found.evidence.startswith("40.0 % of the keys asked for were missed; it would be 31.0 % with a pool")
+    why = "Since the start 40.0 % of the keys asked for were missed; it would be 31.0 % with a pool"
+    assert found.evidence.startswith(why)
 
 
 def test_what_pays_off_is_counted_in_tokens() -> None:
@@ -485,7 +501,7 @@ def test_a_longer_deadline_is_advised_only_where_reads_miss_it() -> None:
         ({}, "a larger pool_size, or a faster disk or store", None),
     ):
         store = SharedStats("redis://s", up=True, promotions_failed=failed)
-        (found,) = find(facts({"since_start": total, "shared": [store], "settings": settings}))
+        (found,) = find(facts({"since_start": total, "last_hour": total, "shared": [store], "settings": settings}))
         assert (found.check, found.fix) == ("tier_late", fix)
         assert found.gain == (gain and pytest.approx(gain))
     for known, fix in (
@@ -493,13 +509,14 @@ def test_a_longer_deadline_is_advised_only_where_reads_miss_it() -> None:
         (settings, 'shared_deadline = "4s"; then restart the daemon'),
     ):
         store = SharedStats("redis://s", up=True, promotions_failed={"deadline": 500})
-        (found,) = find(facts({"since_start": total, "shared": [store], "settings": known}))
+        (found,) = find(facts({"since_start": total, "last_hour": total, "shared": [store], "settings": known}))
         assert (found.check, found.fix) == ("tier_late", fix)
 
 
 def test_what_tiers_had_too_late_a_larger_pool_would_have_in_time() -> None:
     late = {"misses": {"tier_late": 2000, "unknown": 2000}, "found_keys": {"pool": 4000, "shared": 2000}}
-    stats = {"curve": curve(RISING, 26), "curve_seen_bytes": 200 * GIB, "since_start": Window(**traffic(**late))}
+    total = Window(**traffic(**late))
+    stats = {"curve": curve(RISING, 26), "curve_seen_bytes": 200 * GIB, "since_start": total, "last_hour": total}
     found = find(facts(stats | {"shared": [SharedStats("redis://s", up=True)]}))
     assert {one.check: one.gain for one in found} == {"tier_late": None, "pool_too_small": pytest.approx(9.0)}
 
@@ -525,7 +542,8 @@ def test_a_namespace_that_crowds_others_is_limited() -> None:
 def test_sizes() -> None:
     (found,) = find(CASES["pool_too_small"])
     assert found.evidence == (
-        "Engines computed 40.0 % of the prompts' tokens; it would be 31.0 % with a pool of 100 GiB, not 20.0 GiB "
+        "Since the start engines computed 40.0 % of the prompts' tokens; it would be 31.0 % with a pool of 100 GiB, "
+        "not 20.0 GiB "
         "(estimated for lru, without quotas)."
     )
     assert found.gain == pytest.approx(9.0), "ten points of the nine tenths that engines lack"
@@ -544,7 +562,8 @@ def test_sizes() -> None:
     )
     assert [(one.check, round(one.weight, 3)) for one in worse] == [("pool_too_small", 0.09), ("lru_is_better", 0.063)]
     assert worse[1].evidence == (
-        "Engines computed 40.0 % of the prompts' tokens with the policy learned; it would be 33.7 % with lru "
+        "Since the start engines computed 40.0 % of the prompts' tokens with the policy learned; it would be 33.7 % "
+        "with lru "
         "(estimated)."
     )
     learned_is_better = facts({"curve": curve(RISING, 40), "curve_seen_bytes": 200 * GIB, "since_start": LACKING})
@@ -576,7 +595,7 @@ def test_what_a_rollout_left_behind_is_named_with_what_differs() -> None:
 
 
 def test_what_the_daemon_says_is_not_said_twice() -> None:
-    late = {"since_start": Window(**traffic(late_lookups=200))}
+    late = {"last_hour": Window(**traffic(late_lookups=200))}
     assert [one.check for one in find(facts(late))] == ["lookups_late"]
     twice = find(facts({**late, "health_problems": [Problem("lookups_late", "In the last 100 s ...")]}))
     assert [one.evidence for one in twice] == ["In the last 100 s ..."]

@@ -150,7 +150,7 @@ def test_the_verdict_is_said_where_it_is_not_a_good_one(screen: Screen) -> None:
 
 
 def test_quotas_leave_room_for_names_and_blocks_may_have_no_count_of_tokens(screen: Screen) -> None:
-    few = CopyStats(jobs=100, failed_jobs=19)
+    few = CopyStats(last_hour_jobs=100, last_hour_failed_jobs=19)
     for at in range(2):
         shown = stats(at)
         untold = {"quota_bytes": 4 * GIB, "loaded_tokens": 0, "saved_seconds": 0.0, "prompt_tokens": {}}
@@ -167,8 +167,8 @@ def test_quotas_leave_room_for_names_and_blocks_may_have_no_count_of_tokens(scre
     assert "Saved   prefill -, - tokens loaded" in lines
     assert next(line for line in lines if line.startswith("now")).split()[1] == "-"
     assert not [line for line in lines if "copy jobs failed" in line], "doctor does not mind so few"
-    screen.reading = Reading(structs.replace(stats(1), store=CopyStats(jobs=100, failed_jobs=20)))
-    assert "! 20 copy jobs failed since the start: see `kvoffd-cli doctor --all`" in drawn(screen, height=40)
+    screen.reading = Reading(structs.replace(stats(1), store=CopyStats(last_hour_jobs=100, last_hour_failed_jobs=20)))
+    assert "! 20 copy jobs failed in the last hour: see `kvoffd-cli doctor --all`" in drawn(screen, height=40)
 
 
 def test_now_is_of_the_last_seconds_and_the_samples_are_bounded() -> None:

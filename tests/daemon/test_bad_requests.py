@@ -297,6 +297,8 @@ def test_a_request_that_is_too_large(desk: Desk) -> None:
         {"a registration of very many pages": ("too_large", lambda desk: desk.register(groups=(pages,) * 11))}
     )
     assert refused(desk.register, groups=([Page(0, 1)] * 10_000,)) in ("malformed", "too_large")
+    large = broken_request(4712, desk.worker.limits["max_frame_bytes"])
+    assert refusal(desk.worker.raw, large).request == 4712, "else its client would wait for a timeout"
 
 
 def test_what_a_session_may_have_is_bounded(memory: SharedMemory) -> None:

@@ -433,6 +433,18 @@ def test_routing_ids_that_zeromq_would_choose(daemon: DaemonProcess) -> None:
             assert client.health() == "ok"
 
 
+def test_clients_that_come_and_go_in_a_loop(daemon: DaemonProcess) -> None:
+    """Each opens as many namespaces as it may, asks for what nobody has, and listens to all that is published."""
+    for number in range(20):
+        names = [f"{number}-{one}".encode().ljust(32) for one in range(16)]
+        with WireClient(daemon.directory, "scheduler") as client, Eavesdropper(daemon.directory) as listening:
+            for name in names:
+                client.open_namespace(name)
+            assert refused(client.open_namespace, b"one more".ljust(32)) == "too_many"
+            assert client.lookup(1, keys(*range(1000)), names[0]).states == "-" * 1000
+            listening.ask()
+
+
 # --- what belongs to others --------------------------------------------------------------------------
 
 

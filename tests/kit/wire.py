@@ -696,9 +696,9 @@ LIFELINE_GARBAGE: dict[str, bytes] = {
 """Bytes on the lifeline that end a session."""
 
 
-def broken_request(number: int) -> bytes:
-    """A request of this number whose other fields are wrong."""
-    return msgspec.msgpack.encode(["stats", number, "not bytes"])
+def broken_request(number: int, nbytes: int = 0) -> bytes:
+    """A request of this number, of this size or more, whose other fields are wrong."""
+    return msgspec.msgpack.encode(["stats", number, "not bytes".ljust(nbytes)])
 
 
 def attach_frame(segment: int) -> bytes:

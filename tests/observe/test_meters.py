@@ -6,7 +6,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvoffd.observe.meters import HOUR_S, MAX_STEPS, STEP_S, WINDOWS_S, CounterSteps, CounterWindows, DurationHistogram
+from kvoffd.observe.meters import (
+    HOUR_S,
+    MAX_STEPS,
+    MINUTE_S,
+    STEP_S,
+    WINDOWS_S,
+    CounterSteps,
+    CounterWindows,
+    DurationHistogram,
+    RecentDurations,
+)
 from tests.kit.clock import Clock
 
 
@@ -22,6 +32,17 @@ def test_quantiles_lie_where_prometheus_finds_them() -> None:
     assert counted.quantile(1.0) == pytest.approx(0.4)
     histogram.observe(9.0)
     assert histogram.counted().quantile(0.99) == pytest.approx(0.4), "no larger bound is known"
+
+
+def test_durations_are_recent_for_as_long_as_their_window_is() -> None:
+    clock, histogram = Clock(), DurationHistogram((0.1, 0.2))
+    recent = RecentDurations(histogram, clock)
+    histogram.observe(0.15)
+    assert recent.in_last(MINUTE_S).buckets == {"0.1": 0, "0.2": 1, "+Inf": 1}
+    for _ in range(100):
+        clock.now += 1
+        recent.sample()
+    assert (recent.in_last(MINUTE_S).count, recent.in_last(HOUR_S).count) == (0, 1)
 
 
 def test_windows_forget_what_is_older_than_they_are_long() -> None:

@@ -1,17 +1,20 @@
-"""What HTTP answers while the daemon's loop hangs, or the daemon fails inside."""
+"""What HTTP answers while the daemon's loop hangs, the daemon fails inside, or a neighbour asks too often."""
 
 from __future__ import annotations
 
 import asyncio
+import socket
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from typing import Any
 
 import pytest
 
-from kvoffd.server.http import LOOP_S, HttpServer
+from kvoffd.server import http
+from kvoffd.server.http import LOOP_S, MAX_CONNECTIONS, HttpServer
 from kvoffd_proto.admin import HealthLevel, HealthReply
 from tests.kit.ports import free_port, http_get
 from tests.kit.waiting import wait_until
@@ -52,6 +55,104 @@ def serving(daemon: FailingDaemon, *, hangs: bool) -> Iterator[int]:
         loop.call_soon_threadsafe(loop.stop)
         thread.join()
         loop.close()
+
+
+class WaitingDaemon(FailingDaemon):
+    """It is mended, and says how it is when a test lets it."""
+
+    mended = True
+
+    def __init__(self) -> None:
+        self.asked, self.may_answer = threading.Event(), threading.Event()
+
+    def health(self) -> HealthReply:
+        self.asked.set()
+        assert self.may_answer.wait(60)
+        return super().health()
+
+
+def ask(port: int, path: str, address: str) -> socket.socket:
+    connection = socket.create_connection(("127.0.0.1", port), 60, (address, 0))
+    connection.sendall(f"GET {path} HTTP/1.1\r\n\r\n".encode())
+    return connection
+
+
+def received(connection: socket.socket) -> bytes:
+    """All that comes until the server closes the connection."""
+    data = b""
+    with suppress(ConnectionError):
+        while part := connection.recv(1 << 16):
+            data += part
+    return data
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "127.0.0.2"])
+def test_a_probe_is_answered_whatever_a_neighbour_asks_for(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one at its own address. It was closed as the oldest: with 2,300 new connections a second after 14 ms."""
+    monkeypatch.setattr(http, "LOOP_S", 60.0)
+    daemon = WaitingDaemon()
+    with serving(daemon, hangs=False) as port, ExitStack() as held:
+        probe = held.enter_context(ask(port, "/healthz", "127.0.0.1"))
+        assert daemon.asked.wait(60)
+        others = [held.enter_context(ask(port, "/metrics", address)) for _ in range(2 * MAX_CONNECTIONS)]
+        assert received(others[MAX_CONNECTIONS - 1]) == b"", "the limit holds, and the server has seen the last ones"
+        daemon.may_answer.set()
+        assert received(probe).startswith(b"HTTP/1.1 200 ")
+        assert received(others[-1]).startswith(b"HTTP/1.1 503 "), "it has no statistics"
+
+
+def test_of_connections_that_come_at_once_those_of_probes_are_served_and_no_more_than_the_limit_begun(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The others cost little: so a thread that is behind catches up."""
+    begun = 0
+    serve = HttpServer._serve
+
+    async def counted(server: HttpServer, connection: Any) -> None:
+        nonlocal begun
+        begun += 1
+        await serve(server, connection)
+
+    monkeypatch.setattr(HttpServer, "_serve", counted)
+    monkeypatch.setattr(http, "ACCEPTED_AT_ONCE", 100)
+    daemon, loop, port = FailingDaemon(), asyncio.new_event_loop(), free_port()
+    daemon.mended = True
+    thread = threading.Thread(target=loop.run_forever)
+    server = HttpServer(f"127.0.0.1:{port}", (), daemon, loop)
+    thread.start()
+    try:
+        with ExitStack() as held:
+            probe = held.enter_context(ask(port, "/healthz", "127.0.0.1"))
+            for _ in range(99):
+                held.enter_context(ask(port, "/metrics", "127.0.0.1"))
+            server.start()
+            assert received(probe).startswith(b"HTTP/1.1 200 ")
+        assert begun <= 2 * MAX_CONNECTIONS
+    finally:
+        server.close()
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
+
+
+def test_an_answer_is_made_once_for_all_also_if_who_asked_first_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each one that was closed had the next one begin anew: with enough of them nobody was answered."""
+    made: list[str] = []
+    make = HttpServer._make
+
+    def noted(server: HttpServer, path: str) -> object:
+        made.append(path)
+        return make(server, path)
+
+    monkeypatch.setattr(HttpServer, "_make", noted)
+    monkeypatch.setattr(http, "LOOP_S", 60.0)
+    daemon = WaitingDaemon()
+    with serving(daemon, hangs=False) as port, ExitStack() as held:
+        asking = [held.enter_context(ask(port, "/healthz", "127.0.0.1")) for _ in range(2 * MAX_CONNECTIONS)]
+        assert received(asking[MAX_CONNECTIONS - 1]) == b""
+        daemon.may_answer.set()
+        assert received(asking[-1]).startswith(b"HTTP/1.1 200 ")
+        assert made == ["/healthz"]
 
 
 def test_a_loop_that_hangs_is_503_for_all_who_ask_at_once() -> None:

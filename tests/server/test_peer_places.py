@@ -218,6 +218,30 @@ def test_a_request_may_name_a_node_behind_a_name_or_of_a_network() -> None:
     assert len(rig.connected) == PEER_PLACES
 
 
+def test_a_named_node_gets_the_place_of_the_one_that_had_blocks_longest_ago() -> None:
+    """It was that of the one that had come first, though all but the last had blocks until now."""
+    rig = Rig()
+    rig.resolve(nodes(1000))
+    rig.clock.now += 100
+    for ago, tier in enumerate(rig.tiers):
+        tier.found_at = rig.clock.now - ago
+    unused, *others = (tier.name for tier in reversed(rig.tiers))
+    assert rig.places.give("192.168.0.1:7400") == "peer://192.168.0.1:7400"
+    assert [tier.name for tier in reversed(rig.tiers)] == ["peer://192.168.0.1:7400", *others]
+    assert unused not in rig.connected
+
+
+def test_a_named_node_gets_an_empty_place_before_that_of_another() -> None:
+    rig = Rig()
+    rig.resolve(nodes(8))
+    rig.tiers[5].answers, left = False, rig.tiers[5].name
+    stay = [one for one in nodes(8) if f"peer://{one}" != left]
+    rig.resolve(stay)
+    assert rig.connected == {*stay}
+    assert rig.places.give("192.168.0.1:7400"), "at once: nobody else's is taken"
+    assert rig.connected == {*stay, "192.168.0.1:7400"}
+
+
 @pytest.mark.parametrize("count", [1, 1000])
 def test_nothing_changes_while_the_nodes_stay(count: int) -> None:
     rig = Rig()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import random
 import socket
@@ -36,12 +37,14 @@ from kvoffd.server.session import ClientProcess, Session
 from kvoffd.server.sessions import credit_of_all_bytes, may_connect
 from kvoffd.server.tier_supervisor import TierSupervisor
 from kvoffd.system.mappings import HostMapping
+from kvoffd.system.rare_warnings import RareWarnings
+from kvoffd.tiers.peer_caller import Calls
 from kvoffd.transfer.engine import CopyEngine, EngineMemory, OnMapped, Transfer
 from kvoffd.transfer.plan import CopyEnd, Direction, build_layouts
 from kvoffd_client.worker_client import Job, submit_of
 from kvoffd_proto import codec
 from kvoffd_proto import messages as m
-from kvoffd_proto.admin import Clear, ListPrompts, PromptsListed
+from kvoffd_proto.admin import Clear, ListPrompts, PromptsListed, ResetFleet
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.messages import GroupTransfer
 from kvoffd_proto.stats import Stats, StatsReply
@@ -231,6 +234,23 @@ def test_late_lookups_are_of_the_minute_in_which_they_were_late(bench: Bench) ->
     assert late() == (0, 8, 10)
 
 
+def test_jobs_that_failed_are_of_the_hour_in_which_they_ended(bench: Bench) -> None:
+    worker, admin = bench.session(), bench.session(m.Role.ADMIN)
+    bench.copy(worker, 1 << 32)  # a load under no lease
+
+    def counts() -> tuple[int, ...]:
+        (stats,) = bench.ask(admin, Stats(1))
+        assert isinstance(stats, StatsReply)
+        load = stats.stats.load
+        return load.jobs, load.failed_jobs, load.last_hour_jobs, load.last_hour_failed_jobs
+
+    assert counts() == (1, 1, 1, 1)
+    for _ in range(80):
+        bench.now += 60
+        bench.service.jobs.tick()
+    assert counts() == (1, 1, 0, 0)
+
+
 def test_each_prompts_tokens_are_counted_once(bench: Bench) -> None:
     scheduler, admin = bench.session(m.Role.SCHEDULER), bench.session(m.Role.ADMIN)
 
@@ -326,6 +346,44 @@ def test_each_kind_of_request_has_one_handler(bench: Bench) -> None:
         handlers_of(part for part in parts if not isinstance(part, Lookups))
     with pytest.raises(AssertionError, match="two handlers of"):
         handlers_of([*parts, parts[0]])
+
+
+def test_a_frame_that_is_no_request_is_refused_by_its_number_and_logged_as_its_sessions(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its client waits for the reply to that number; the log said that it had no session."""
+    caplog.set_level(logging.DEBUG)
+    worker, most = bench.session(), bench.config.limits.max_frame_bytes
+    large = codec.encode(m.Lookup(7, NAMESPACE, 1 << 32, [m.GroupKeys(0, bytes(most))]))
+    for frame, code in ((codec.encode(("stats", 7, "x")), ErrorCode.MALFORMED), (large, ErrorCode.TOO_LARGE)):
+        bench.service.handle(worker.route, frame)
+        ((_, reply),) = bench.service.outgoing()[1]
+        refused = codec.decode_reply(reply)
+        assert isinstance(refused, m.Error)
+        assert (refused.request_id, refused.code) == (7, code)
+        assert f"session {worker.id} (test)" in caplog.messages[-1]
+    assert bench.service.request_counts.errors == {"malformed": 1, "too_large": 1}
+
+
+def test_a_clear_of_all_nodes_counts_the_blocks_of_its_own_namespace(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not those that another node voided, which are dropped with them."""
+    worker, admin, generations = bench.session(), bench.session(m.Role.ADMIN), bench.service.state.generations
+    bench.copy(worker)
+    bench.end_copy()
+
+    def void_everywhere(fingerprint: bytes) -> tuple[dict[str, Any], Calls]:
+        generations.hear(fingerprint, 8)
+        return {"a store": SimpleNamespace(ended=True, problem="")}, Calls({}, {}, ended=True)
+
+    monkeypatch.setattr(TierSupervisor, "shares", True)
+    monkeypatch.setattr(bench.service.tier_supervisor, "void_everywhere", void_everywhere)
+    generations.hear(NAMESPACE, 7)
+    for fingerprint in (b"o" * 32, NAMESPACE):
+        (done,) = bench.ask(admin, ResetFleet(1, fingerprint))
+        assert isinstance(done, m.Done)
+        assert (done.count, bench.service.cache.namespaces[NAMESPACE].ready_blocks) == (0, 0)
 
 
 # --- jobs ------------------------------------------------------------------------------------------
@@ -633,6 +691,20 @@ def test_ids_of_sessions_begin_again_after_the_largest(bench: Bench) -> None:
     bench.service.sessions._last_id = m.END_OF_SESSION_IDS - 2
     ids = [bench.session(m.Role.SCHEDULER).id for _ in range(2)]
     assert [first.id, second.id, *ids] == [1, 2, m.END_OF_SESSION_IDS - 1, 3]
+
+
+def test_sessions_that_come_and_go_in_a_loop_do_not_fill_a_disk_with_lines(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    rare = RareWarnings(logging.getLogger("kvoffd.server.sessions"), logging.INFO, 5)
+    monkeypatch.setattr("kvoffd.server.sessions._come_and_gone", rare)
+    for _ in range(10):
+        bench.service.sessions.end(bench.session(), lambda: None)
+    lines = [one.getMessage() for one in caplog.records if one.name == "kvoffd.server.sessions"]
+    assert [line.partition(" ended")[0].partition(":")[0] for line in lines] == [
+        *("Session 1", "Session 1 (worker test)", "Session 2", "Session 2 (worker test)", "Session 3")
+    ]
 
 
 def test_credit_is_an_eighth_of_the_pool_among_writers(bench: Bench) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -31,6 +32,7 @@ class Echo:
 
     def __init__(self) -> None:
         self.pending: list[object] = []
+        self.events = SimpleNamespace(pending={})
         self.replies: list[tuple[bytes, bytes]] = []
         self.publications: list[tuple[bytes, bytes, bytes]] = []
         self.during: Callable[[bytes], None] = lambda frame: None
@@ -48,6 +50,7 @@ class Echo:
     def outgoing(self) -> tuple[list[tuple[bytes, bytes, bytes]], list[tuple[bytes, bytes]]]:
         replies, self.replies = self.replies, []
         publications, self.publications = self.publications, []
+        self.events.pending.clear()
         self.turns.append(f"{len(replies)} replies")
         return publications, replies
 
@@ -190,6 +193,39 @@ def test_a_request_that_takes_long_between_two_beats_counts_as_a_block_of_the_lo
     watch.stop()
 
 
+def test_events_of_the_last_step_of_background_work_are_published_in_its_turn(directory: Path) -> None:
+    """They waited for the next message or tick."""
+
+    class Dropping(Echo):
+        left = 0
+
+        def background(self) -> bool:
+            if self.left:
+                self.left -= 1
+                self.publications.append((b"topic", b"%d" % self.left, b"payload"))
+                self.events.pending["namespace"] = ["event"]
+            return self.left > 0
+
+    service = Dropping()
+
+    def run(room: Room) -> None:
+        subscriber, client = room.client(zmq.SUB), room.client()
+        subscriber.setsockopt(zmq.SUBSCRIBE, b"topic")
+        client.send(b"")
+        assert client.recv() == b""
+        deadline = time.monotonic() + 10
+        while not subscriber.poll(10):  # until the subscription has arrived
+            assert time.monotonic() < deadline
+            room.sockets.post(lambda: service.publications.append((b"topic", b"early", b"")))
+        room.sockets.post(lambda: setattr(service, "left", 3))
+        numbers = list[bytes]()
+        while not numbers or numbers[-1] != b"0":
+            numbers.append(subscriber.recv_multipart()[1])
+        assert [one for one in numbers if one != b"early"] == [b"2", b"1", b"0"]
+
+    with_clients(directory, run, service)
+
+
 class Noting:
     """A socket that notes its name before each frame that it sends."""
 
@@ -278,6 +314,21 @@ def test_who_connects_again_under_its_own_name_is_answered(directory: Path) -> N
             client = room.client(routing_id=b"k" + bytes(16))  # the old connection stays
             client.send(b"%d" % number)
             assert client.recv() == b"%d" % number
+
+    with_clients(directory, run)
+
+
+def test_connections_that_wait_for_their_admission_are_admitted_in_several_turns(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client that connects in a loop keeps nothing else from its turn, and nobody from being admitted."""
+    monkeypatch.setattr("kvoffd.server.sockets.ADMITTED_AT_ONCE", 1)
+
+    def run(room: Room) -> None:
+        clients = [room.client() for _ in range(30)]
+        for number, client in enumerate(clients):
+            client.send(b"%d" % number)
+        assert [client.recv() for client in clients] == [b"%d" % number for number in range(30)]
 
     with_clients(directory, run)
 

@@ -42,6 +42,7 @@ from kvoffd.transfer.cuda.gpus import Gpus
 from kvoffd.transfer.engine import HostEngine
 from tests.kit.command import run_daemon_here
 from tests.kit.ports import free_port, http_get
+from tests.kit.waiting import wait_until
 
 
 @pytest.fixture
@@ -208,6 +209,29 @@ def test_start_and_end_have_their_order(directory: Path, monkeypatch: pytest.Mon
     assert [what for what in done if what != again] == [what for *_, what in [*START, *END] if what != again]
 
 
+@pytest.mark.parametrize("part", ["PageFaulter", "HostEngine", "PolicyFile", "TierSupervisor", "LifelineServer"])
+def test_a_start_that_fails_half_way_ends_what_it_has_begun(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, part: str
+) -> None:
+    """It left its threads, and unmapped the pool while copy threads and a GPU's driver still had it."""
+    ended: list[str] = []
+
+    def fail(*_: object, **__: object) -> None:
+        raise KvoffdError("There is no more.")
+
+    for owner, name in ((HostEngine, "copies"), (Gpus, "GPUs"), (Sockets, "sockets"), (Pool, "pool")):
+        close: Callable[..., bool] = owner.close
+        monkeypatch.setattr(owner, "close", lambda *one, close=close, name=name: ended.append(name) or close(*one))
+    monkeypatch.setattr(module, part, fail)
+    tasks = Path("/proc/self/task")
+    before = {*tasks.iterdir()}
+    with pytest.raises(KvoffdError, match="no more"):
+        uvloop.run(Daemon(Config(directory=directory, pool_bytes=1 << 20, http_address="")).serve())
+    wait_until(lambda: {*tasks.iterdir()} <= before)
+    has_copies = part not in ("PageFaulter", "HostEngine")
+    assert ended == [*["copies"] * has_copies, "GPUs", "sockets", "pool"]
+
+
 @pytest.mark.parametrize("what", ["write what the policy knows", "end sessions"])
 def test_an_end_that_fails_keeps_no_other_from_its_end(
     directory: Path, monkeypatch: pytest.MonkeyPatch, what: str
@@ -220,9 +244,10 @@ def test_an_end_that_fails_keeps_no_other_from_its_end(
     for owner, name in ((StateFile, "write the state"), (Sockets, "close sockets")):
         close: Callable[..., None] = owner.close
         monkeypatch.setattr(owner, "close", lambda *one, close=close, name=name: done.append(name) or close(*one))
-    life(directory, monkeypatch, LookupError, **{what.replace(" ", "_"): fail})
+    daemon, _ = life(directory, monkeypatch, LookupError, **{what.replace(" ", "_"): fail})
     assert done[-1] == "close sockets"
     assert "write the state" in done
+    daemon._lifelines._listener.close()
 
 
 def test_scrubbing_that_failed_does_not_keep_jobs_from_their_end(

@@ -20,7 +20,7 @@ from kvoffd.errors import KvoffdError
 from kvoffd.pool.pool import Pool
 from kvoffd.server.engine_memory import STUCK_AFTER_S
 from kvoffd.server.events import EventLog
-from kvoffd.server.jobs import LoadJob, StoreBatch
+from kvoffd.server.jobs import JobCopy
 from kvoffd.server.persistence import State
 from kvoffd.server.session import ClientProcess
 from kvoffd.server.sockets import AFTER_REPLY_S
@@ -379,7 +379,7 @@ class SimDaemon:
         finally:
             self._in_queue = False
 
-    def _finished(self, job: StoreBatch | LoadJob, outcome: CopyEnd) -> None:
+    def _finished(self, job: JobCopy, outcome: CopyEnd) -> None:
         if not self._in_queue:  # it had nothing to copy and ends while it is accepted
             self._job_finished(job, outcome)
             return

@@ -398,9 +398,9 @@ def _bytes(count: float, window: Window) -> str:
 
 def _lookups(stats: DaemonStats, now: Window) -> list[Text]:
     queued = stats.store.queued_jobs + stats.load.queued_jobs
-    failed = sum(copies.failed_jobs for _, copies in failing_copies(stats))
+    failed = sum(copies.last_hour_failed_jobs for _, copies in failing_copies(stats))
     words = f"Lookups {_rate(now.lookups, now)}/s  queued copies {format_count(queued)}  since start:"
-    failures = f"! {format_count(failed)} copy jobs failed since the start: see `kvoffd-cli doctor --all`"
+    failures = f"! {format_count(failed)} copy jobs failed in the last hour: see `kvoffd-cli doctor --all`"
     return [line(f"{words} {stats.lookup_seconds.summary()}"), *([line(failures, "yellow")] if failed else [])]
 
 
