@@ -386,9 +386,10 @@ def test_a_prompt_whose_next_block_is_stored_in_every_step_waits_no_longer_than_
 def test_blocks_that_were_not_stored_outdate_no_answer(make: Make) -> None:
     engine = make()
     key, before = b"k" * KEY_BYTES, engine.client.stored.count
-    failed = WorkerNews(failed_jobs={1: FailedJob(ErrorCode.NO_SPACE, [GroupKeys(0, key)])})
+    failed = WorkerNews(failed_jobs=[FailedJob(1, ErrorCode.NO_SPACE, [GroupKeys(0, key)])])
+    rejected = WorkerNews(rejected=[GroupKeys(0, key)])
     context, stored = ReqContext("r"), OffloadKey(key + bytes(GROUP_ID_BYTES))
-    for count, news in enumerate((failed, WorkerNews())):  # the second time it is stored
+    for count, news in ((0, failed), (0, rejected), (1, WorkerNews())):  # the last time it is stored
         engine.manager.stores._storing[stored] = 1
         engine.manager.handle_news(news)
         engine.manager.complete_store([stored], context)

@@ -193,20 +193,21 @@ class KvoffdManager(OffloadingManager):
         """Handle the workers' news, before vLLM handles the ended jobs."""
         if news.waited_s:
             self.harm.record_store_wait(news.waited_s)
-        if news.credit_bytes is not None:
-            self.stores.credit_bytes = news.credit_bytes
         for request_id, load in news.load_times.items():
             if self.is_loading(request_id):  # else the load began before a reset, and vLLM does not handle its end
                 self._load_times[request_id] = max(load, self._load_times.get(request_id, load))
-        for job_id, job in news.failed_jobs.items():
-            self._job_failed(job, is_first=job_id not in self._failed_jobs)
-            self._failed_jobs[job_id] = None
+        for job in news.failed_jobs:
+            self._job_failed(job, is_first=job.job_id not in self._failed_jobs)
+            self._failed_jobs[job.job_id] = None
         while len(self._failed_jobs) > FAILED_REMEMBERED:
             del self._failed_jobs[next(iter(self._failed_jobs))]
+        self.stores.record_unstored(news.rejected)
         if news.memory:
             generation = self.namespace.generation
             current = {rank: memory for rank, memory in news.memory.items() if memory.generation == generation}
             self.namespace.update(current)
+            if (credit_bytes := self.namespace.credit_bytes) is not None:
+                self.stores.credit_bytes = credit_bytes
             self.adapters.update(current, self.requests.values())
 
     def _job_failed(self, job: FailedJob, *, is_first: bool) -> None:
@@ -216,7 +217,7 @@ class KvoffdManager(OffloadingManager):
         if job.request_id is None:
             logger.debug("kvoffd: a store failed. %s", reason)
             self._counters[metrics.FAILED_STORES] += is_first
-            self.stores.failed(job.keys)
+            self.stores.record_unstored(job.keys)
             return
         if job.error in BLOCKS_UNUSABLE:
             self.namespace.client.invalidate(job.keys)

@@ -63,8 +63,8 @@ class RequestStores:
         self.credit_bytes = self.outstanding_bytes = 0
         self._storing: dict[OffloadKey, int] = {}
         """Keys of stores that no worker has reported as ended, with their bytes."""
-        self._failed: set[bytes] = set()
-        """Hashes of failed stores, until vLLM handles their end."""
+        self._unstored: set[bytes] = set()
+        """Hashes of stores that failed, or that the daemon's policy rejected, until vLLM handles the store's end."""
 
     def prepare(
         self, state: RequestState | None, keys: Collection[OffloadKey], req_context: ReqContext
@@ -153,25 +153,25 @@ class RequestStores:
                 (before[index],) = wire_keys([last], state.adapter.content)
         return before
 
-    def failed(self, groups: Sequence[GroupKeys]) -> None:
-        """Record that these keys of a store are missing, before vLLM handles its end."""
-        if (namespace := self._namespace.current) is not None:
+    def record_unstored(self, groups: Sequence[GroupKeys]) -> None:
+        """Record that these keys of running stores will not be stored, before vLLM handles the stores' end."""
+        if groups and (namespace := self._namespace.current) is not None:
             # Not those of a request with an adapter, which on the wire are not vLLM's, nor of a job before a reset.
             storing = {key[:-GROUP_ID_BYTES] for key in self._storing}
-            self._failed |= storing.intersection(_hashes_of(groups, namespace.key_bytes))
+            self._unstored |= storing.intersection(_hashes_of(groups, namespace.key_bytes))
 
     def ended(self, keys: Collection[OffloadKey], *, success: bool) -> None:
         """Record that vLLM handles the end of a store."""
         self.outstanding_bytes -= sum([self._storing.pop(key, 0) for key in keys])
         # Before the daemon's event of it, which may come later. With an adapter only that has the keys on the wire.
         hashes = {key[:-GROUP_ID_BYTES] for key in keys}
-        self._namespace.client.add_stored(hashes - self._failed if success else ())
-        self._failed -= hashes
+        self._namespace.client.add_stored(hashes - self._unstored if success else ())
+        self._unstored -= hashes
 
     def reset(self) -> None:
         """Forget the running stores, whose end vLLM does not report after a reset."""
         self._storing.clear()
-        self._failed.clear()
+        self._unstored.clear()
         self.outstanding_bytes = 0
 
 

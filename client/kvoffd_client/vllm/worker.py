@@ -89,7 +89,6 @@ class KvoffdWorker(OffloadingWorker):
         self._news = WorkerNews()
         self._failed_requests: set[str] = set()
         """Requests whose load failed, until they are taken."""
-        self._last_credit: int | None = None
         self._unsent_failures: deque[tuple[int, ErrorCode]] = deque()
         """Jobs that were not sent, with the reason. The sender's thread appends to it too."""
 
@@ -218,6 +217,7 @@ class KvoffdWorker(OffloadingWorker):
             client.close()
             results += client.take_results()  # that came since
         for result in results:
+            self._news.rejected += result.rejected
             if not result.ok:
                 finished.append(self._record_failure(result.job_id, result.error, result.failed))
                 continue
@@ -229,9 +229,6 @@ class KvoffdWorker(OffloadingWorker):
 
     def take_news(self) -> WorkerNews:
         """Return the news since the last call, except ended jobs and the memory's state."""
-        credit_bytes = self.credit_bytes
-        if credit_bytes != self._last_credit:
-            self._last_credit = self._news.credit_bytes = credit_bytes
         news, self._news = self._news, WorkerNews()
         return news
 
@@ -244,7 +241,7 @@ class KvoffdWorker(OffloadingWorker):
         """Record why a job failed, and return a success for vLLM."""
         spec = self._specs.pop(job_id, None)
         if spec is not None:
-            self._news.failed_jobs[job_id] = FailedJob(error, keys or spec.keys, spec.request_id)
+            self._news.failed_jobs.append(FailedJob(job_id, error, keys or spec.keys, spec.request_id))
             if spec.request_id is not None:
                 self._failed_requests.add(spec.request_id)
         return TransferResult(job_id, True)
