@@ -597,6 +597,25 @@ def test_hints_beyond_the_budget_are_dropped_and_counted(harness: ManagerHarness
     assert len(harness.client.hints) == 5
 
 
+def test_hints_that_do_not_reach_the_daemon_are_counted(harness: ManagerHarness) -> None:
+    """It does not read its socket, or stands still."""
+    harness.client.is_full = True
+    assert hinted(harness, envelope(RETAIN)) == 2, "at the request's start and at its end"
+    (report,) = harness.client.reported
+    assert report.hints == "kv.retain lost, as it could not be sent"
+    harness.client.is_full = False
+    context = ReqContext("later", {"kv_hints": envelope(RETAIN, action("kv.prefetch", {}))})
+    harness.manager.on_new_request(context)
+    harness.begin(context)
+    harness.look_up("later")
+    harness.manager.scheduled(harness.requests["later"], 0)
+    harness.manager.begin_step([1])
+    harness.client.ready = False
+    harness.manager.on_request_finished(context)
+    assert [kind.value for kind, *_ in harness.client.hints] == ["retain", "prefetch"]
+    assert harness.manager._counters["vllm:kvoffd_unknown_hints"] == 3
+
+
 def test_the_host_of_a_peer_is_no_longer_than_the_wire_allows(harness: ManagerHarness) -> None:
     """A capital I with a dot is two characters once it is small."""
     fetch = action("kv.fetch", {"source_control_endpoint": "tcp://" + "İ" * 200 + ":1"})

@@ -81,9 +81,14 @@ class HintSender:
             self._send(state, [hint for hint in state.hints.known if hint.action is not HintAction.RELEASE])
 
     def send_end_hints(self, state: RequestState) -> None:
-        """Send the hints for the end of a request that was scheduled."""
-        if state.hints.known and self._adapters.identify(state) and self._namespace.serves:
-            self._send(state, [hint for hint in state.hints.known if hint.action is not HintAction.PREFETCH])
+        """Send the hints for the end of a request that was scheduled. Without a daemon they are lost, and counted."""
+        hints = [hint for hint in state.hints.known if hint.action is not HintAction.PREFETCH]
+        if not hints or state.disabled or not self._adapters.identify(state):
+            return
+        if self._namespace.serves:
+            self._send(state, hints)
+        else:
+            self._counters[metrics.UNKNOWN_HINTS] += len(hints)
 
     def _send(self, state: RequestState, hints: Sequence[RequestHint]) -> None:
         if state.disabled or not hints:
@@ -102,8 +107,9 @@ class HintSender:
                 self._counters[metrics.UNKNOWN_HINTS] += 1
                 notes[name_of(hint)] = "dropped, as the engine had passed on too many"
             else:
-                notes[name_of(hint)] = f"of {keys} key{plural(keys)}"
-                client.hint(hint.action, groups, hint.priority, hint.ttl_s, giver=state.hints.giver)
+                was_sent = client.hint(hint.action, groups, hint.priority, hint.ttl_s, giver=state.hints.giver)
+                self._counters[metrics.UNKNOWN_HINTS] += not was_sent
+                notes[name_of(hint)] = f"of {keys} key{plural(keys)}" if was_sent else "lost, as it could not be sent"
 
     def _keys_of(self, state: RequestState, start: int) -> list[GroupKeys]:
         """Return the keys that a request's hint names, from the token ``start`` on."""
