@@ -384,6 +384,7 @@ def test_an_invalidation_and_a_report_that_did_not_go_out_are_not_lost(
     link.full = True
     scheduler.invalidate(KEYS)
     assert not scheduler.report(1000.0, 1, 0), "so its caller keeps the counts"
+    assert not scheduler.hint(m.HintAction.RETAIN, KEYS), "so its caller says that it is lost"
     assert (link.count(m.Invalidate), link.count(m.ReportEngine)) == (0, 0)
     link.full = False
     scheduler.tick(1.1)
@@ -391,6 +392,8 @@ def test_an_invalidation_and_a_report_that_did_not_go_out_are_not_lost(
     scheduler.tick(2.2)
     assert link.count(m.Invalidate) == 1
     assert scheduler.report(1000.0, 1, 0)
+    assert scheduler.hint(m.HintAction.RETAIN, KEYS)
+    assert link.last(m.Hint).groups == KEYS
 
 
 def test_a_lookup_is_done_after_all_that_is_read_of_it(

@@ -152,6 +152,26 @@ def test_an_answer_that_was_asked_for_early_is_awaited_once_it_is_needed(harness
     assert harness.results(context) == [HIT] * 3
 
 
+@pytest.mark.parametrize("is_reset", [False, True])
+def test_the_lookup_after_a_change_of_the_weights_is_awaited_as_long_as_a_first_one(is_reset: bool) -> None:
+    """A lookup's deadline is 0.1 s; the time before the change was none of the daemon's."""
+    harness = ManagerHarness(do_no_harm=False)
+    context = harness.request()
+    harness.scan()
+    harness.clock.now += 0.09
+    harness.manager.namespace.leave(engine_cache_kept=not is_reset)
+    if is_reset:
+        harness.manager.reset_cache()
+    harness.report("other weights")
+    harness.scan()
+    harness.clock.now += 0.05
+    harness.scan()
+    assert harness.results(context) == [RETRY] * 3
+    harness.clock.now += 0.06
+    harness.scan()
+    assert harness.results(context) == [MISS] * 3
+
+
 def test_the_lease_of_an_answer_that_has_grown_stale_is_ended(harness: ManagerHarness) -> None:
     harness.request(ready=HASHES)
     future = harness.client.asked[0][0]

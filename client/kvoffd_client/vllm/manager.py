@@ -163,12 +163,14 @@ class KvoffdManager(OffloadingManager):
         )
 
     def _on_leave(self) -> None:
-        """Have all requests look at the namespace again, and disable those with adapters: these may have been replaced
-        in place, and vLLM continues the requests. Those whose adapters are unknown ask for them again."""
+        """Have all requests be looked up again, and disable those with adapters: these may have been replaced in place,
+        and vLLM continues the requests. Those whose adapters are unknown ask for them again."""
         self.lookups.queue.parked.wake_all()
         for state in self.requests.values():
+            # Of another namespace their lookups would fail, with this client, and be late with no fault of the daemon.
+            self.lookups.end_leases(state)
+            state.wait.lookup.end()
             if state.adapter.content:
-                self.lookups.end_leases(state)
                 state.disabled = True
             else:
                 state.adapter = RequestAdapter()
