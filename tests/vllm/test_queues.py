@@ -349,6 +349,20 @@ def test_prompts_behind_a_window_that_cannot_run_are_looked_up(make: Make) -> No
     assert {outcomes[one.request_id] for one in short} == {Outcome.LOADED}
 
 
+def test_prompts_shorter_than_a_block_take_no_turn_to_be_looked_up(make: Make) -> None:
+    """There is nothing to look up, so none waits for it, and longer prompts behind them keep their turns."""
+    engine = make(max_num_seqs=128, max_num_batched_tokens=1024, blocks=400)
+    engine.answers = False
+    for at in range(10):
+        engine.add(f"long-{at}", document(at))
+    assert not engine.manager.lookups.queue.has_space
+    short = {engine.add(f"short-{at}", [at] * 8).request_id for at in range(2 * ASKED_AT_ONCE)}
+    last = engine.add("last", document(10))
+    engine.step()
+    assert {*engine.ran} == short
+    assert engine.manager.requests[last.request_id].in_flight is not None
+
+
 def test_a_request_that_gave_up_its_turn_once_waits_for_its_next_lookup(make: Make) -> None:
     engine = make(max_num_seqs=4, blocks=200)
     request = engine.add("r", document(1), max_tokens=200)

@@ -20,7 +20,7 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvoffd_client.vllm import metrics
-from kvoffd_client.vllm.adapter_contents import AdapterContents, RequestAdapter
+from kvoffd_client.vllm.adapter_contents import AdapterContents
 from kvoffd_client.vllm.chunk_groups import ChunkGroup, ChunkGroups, KeyedSpec
 from kvoffd_client.vllm.compute_times import ComputeTimes
 from kvoffd_client.vllm.config import ConnectorOptions
@@ -163,17 +163,13 @@ class KvoffdManager(OffloadingManager):
         )
 
     def _on_leave(self) -> None:
-        """Have all requests be looked up again, and disable those with adapters: these may have been replaced in place,
-        and vLLM continues the requests. Those whose adapters are unknown ask for them again."""
+        """Have all requests be looked up again: in another namespace their lookups would fail, with this client, or be
+        late without a fault of the daemon."""
         self.lookups.queue.parked.wake_all()
         for state in self.requests.values():
-            # Of another namespace their lookups would fail, with this client, and be late with no fault of the daemon.
             self.lookups.end_leases(state)
             state.wait.lookup.end()
-            if state.adapter.content:
-                state.disabled = True
-            else:
-                state.adapter = RequestAdapter()
+            self.adapters.weights_changed(state)
 
     def scheduled(self, request: Request, loaded_tokens: int) -> None:
         """Record that a request is about to be scheduled with ``loaded_tokens``; if these are 0, unpin its blocks.
@@ -226,10 +222,8 @@ class KvoffdManager(OffloadingManager):
         if not is_first:
             return
         if state := self.requests.get(job.request_id):
-            self.lookups.end_leases(state)
-            state.load_failed = True
+            self.lookups.load_failed(state)
             self.outcomes.load_failed(state)
-            state.last = None
         self._counters[metrics.FAILED_LOADS] += 1
         logger.warning("kvoffd: a load failed; request %s is recomputed. %s", job.request_id, reason)
 
