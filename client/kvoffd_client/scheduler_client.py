@@ -277,15 +277,16 @@ class SchedulerClient(Session):
         *,
         giver: int = 0,
     ) -> bool:
-        """Pass on a hint about blocks; see ``HintAction`` and ``Hint``. Return False if it could not be sent, in whole
-        or in part, as while the daemon does not answer: it is not sent later.
+        """Pass on a hint about blocks; see ``HintAction`` and ``Hint``. A daemon that stands still reads it later.
+
+        Return False if it was lost, in whole or in part: without a session, or because the queue to the daemon is full.
 
         Raises ValueError for an action, a priority or a time that ``Hint`` does not have, and as lookup().
         """
         self._count_keys(groups)
         check(m.Hint(m.NO_REPLY, self._fingerprint, action, [], priority, ttl_s, giver))
         with self._transport.lock:
-            if not self.ready or self._limits is None:
+            if self._phase is not Phase.OPEN or self._limits is None:
                 return False
             for _, keys in self._split(groups, m.MAX_HINT_KEYS):
                 hint = m.Hint(m.NO_REPLY, self._fingerprint, action, list(keys), priority, ttl_s, giver)

@@ -618,7 +618,7 @@ def test_hints_beyond_the_budget_are_dropped_and_counted(harness: ManagerHarness
 
 
 def test_hints_that_do_not_reach_the_daemon_are_counted(harness: ManagerHarness) -> None:
-    """It does not read its socket, or stands still."""
+    """The queue to it is full, or the namespace is unknown. If it stands still it takes them later."""
     harness.client.is_full = True
     assert hinted(harness, envelope(RETAIN)) == 2, "at the request's start and at its end"
     (report,) = harness.client.reported
@@ -630,9 +630,17 @@ def test_hints_that_do_not_reach_the_daemon_are_counted(harness: ManagerHarness)
     harness.look_up("later")
     harness.manager.scheduled(harness.requests["later"], 0)
     harness.manager.begin_step([1])
+    other = ReqContext("other", {"kv_hints": envelope(RETAIN)})
+    harness.manager.on_new_request(other)
+    harness.begin(other)
+    harness.manager.scheduled(harness.requests["other"], 0)
+    harness.manager.begin_step([1])
     harness.client.ready = False
     harness.manager.on_request_finished(context)
-    assert [kind.value for kind, *_ in harness.client.hints] == ["retain", "prefetch"]
+    assert [kind.value for kind, *_ in harness.client.hints] == ["retain", "prefetch", "retain"]
+    assert harness.manager._counters["vllm:kvoffd_unknown_hints"] == 2
+    harness.manager.namespace.leave(engine_cache_kept=False)
+    harness.manager.on_request_finished(other)
     assert harness.manager._counters["vllm:kvoffd_unknown_hints"] == 3
 
 

@@ -94,6 +94,9 @@ class Unconnected:
 
     def show_used(self, groups: Sequence[GroupKeys], *, giver: int) -> None: ...
 
+    def hint(self, *what: object, giver: int) -> bool:
+        return False
+
     def invalidate(self, groups: Sequence[GroupKeys]) -> None: ...
 
     def report_prompt(self, report: PromptReport) -> None: ...

@@ -81,20 +81,17 @@ class HintSender:
             self._send(state, [hint for hint in state.hints.known if hint.action is not HintAction.RELEASE])
 
     def send_end_hints(self, state: RequestState) -> None:
-        """Send the hints for the end of a request that was scheduled. Without a daemon they are lost, and counted."""
-        hints = [hint for hint in state.hints.known if hint.action is not HintAction.PREFETCH]
-        if not hints or state.disabled or not self._adapters.identify(state):
-            return
-        if self._namespace.serves:
-            self._send(state, hints)
-        else:
-            self._counters[metrics.UNKNOWN_HINTS] += len(hints)
+        """Send the hints for the end of a request that was scheduled. A daemon that stands still takes them later."""
+        if state.hints.known and self._adapters.identify(state):
+            self._send(state, [hint for hint in state.hints.known if hint.action is not HintAction.PREFETCH])
 
     def _send(self, state: RequestState, hints: Sequence[RequestHint]) -> None:
         if state.disabled or not hints:
             return
         namespace, client, notes = self._namespace.current, self._namespace.client, state.hint_notes
-        assert namespace is not None
+        if namespace is None or self._namespace.problem:
+            self._counters[metrics.UNKNOWN_HINTS] += len(hints)
+            return
         named: dict[int, list[GroupKeys]] = {}  # by the first token of what a hint applies to
         for hint in hints:
             if hint.start not in named:
