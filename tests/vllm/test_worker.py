@@ -165,6 +165,7 @@ def test_ranks_that_load_one_shard_leave_the_lease_to_the_scheduler(replicated: 
     worker.flush()
     [[job]] = client.submit.call_args.args
     assert (job.lease_id, job.keep_lease) == (77, replicated)
+    assert (worker.credit_bytes is None) == replicated, "it stores nothing"
     with patch.object(spec_module, "registration_of") as registered:
         KvoffdSpec._registration(spec, caches)
     assert registered.call_args.args[2] == (0 if replicated else 1), "whose shard it is"

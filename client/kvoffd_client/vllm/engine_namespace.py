@@ -51,7 +51,7 @@ class MemoryState:
         problem: why its memory cannot be registered; empty if it is, or may still be.
         adapters: path and digest of its LoRA adapters by vLLM's number; None if unknown.
         daemon: random number of the run of the daemon with which its memory is registered; None if it is not.
-        credit_bytes: bytes of stores that it may have outstanding there; None if it is not registered.
+        credit_bytes: bytes of stores that it may have outstanding; None if it is not registered, or stores nothing.
     """
 
     namespace: NamespaceSpec

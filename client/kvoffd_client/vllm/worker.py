@@ -57,6 +57,7 @@ class KvoffdWorker(OffloadingWorker):
         key_bytes: length of a block hash.
         fence_timeout_s: time that wait() waits for running stores, once no kernel runs.
         keep_leases: other workers load the same shards under a request's lease.
+        stores: whether it stores: of workers that load the same shards one does.
         sender: sends jobs after earlier kernels have finished; None on CPU.
     """
 
@@ -68,6 +69,7 @@ class KvoffdWorker(OffloadingWorker):
         key_bytes: int,
         fence_timeout_s: float,
         keep_leases: bool = False,
+        stores: bool = True,
         sender: OrderedSender | None = None,
     ) -> None:
         self._connect = connect
@@ -79,7 +81,7 @@ class KvoffdWorker(OffloadingWorker):
         self._blocks_per_chunk = blocks_per_chunk
         self._key_bytes = key_bytes
         self._fence_timeout_s = fence_timeout_s
-        self._keep_leases = keep_leases
+        self._keep_leases, self._stores = keep_leases, stores
         self._sender = sender
         self._asleep = False
         self._unsent: dict[int, tuple[GPULoadStoreSpec, bool]] = {}
@@ -123,8 +125,11 @@ class KvoffdWorker(OffloadingWorker):
 
     @property
     def credit_bytes(self) -> int | None:
-        """Bytes of stores that may be outstanding; None while unknown."""
-        return self._client.credit_bytes if self._client is not None and self._client.ready else None
+        """Bytes of stores that may be outstanding; None while unknown, or if this worker stores nothing: then it does
+        not hear of changes."""
+        if not self._stores or self._client is None or not self._client.ready:
+            return None
+        return self._client.credit_bytes
 
     def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: KeyedSpec) -> bool:
         """Queue a store for ``flush``. Always True: failures are reported later."""
