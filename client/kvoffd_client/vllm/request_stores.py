@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from math import inf
 
 from vllm.v1.kv_offload.base import OffloadKey, PrepareStoreOutput, ReqContext
@@ -155,10 +155,14 @@ class RequestStores:
 
     def record_unstored(self, groups: Sequence[GroupKeys]) -> None:
         """Record that these keys of running stores will not be stored, before vLLM handles the stores' end."""
-        if groups and (namespace := self._namespace.current) is not None:
+        if (namespace := self._namespace.current) is None:
+            return
+        for named in groups:
             # Not those of a request with an adapter, which on the wire are not vLLM's, nor of a job before a reset.
-            storing = {key[:-GROUP_ID_BYTES] for key in self._storing}
-            self._unstored |= storing.intersection(_hashes_of(groups, namespace.key_bytes))
+            hashes, size = named.keys, namespace.key_bytes
+            suffix = self._groups[named.group].suffix if named.group < len(self._groups) else b""
+            split = (hashes[at : at + size] for at in range(0, len(hashes), size))
+            self._unstored |= {one for one in split if one + suffix in self._storing}
 
     def ended(self, keys: Collection[OffloadKey], *, success: bool) -> None:
         """Record that vLLM handles the end of a store."""
@@ -173,9 +177,3 @@ class RequestStores:
         self._storing.clear()
         self._unstored.clear()
         self.outstanding_bytes = 0
-
-
-def _hashes_of(groups: Sequence[GroupKeys], size: int) -> Iterator[bytes]:
-    """Yield the block hashes of keys that are ``size`` bytes long."""
-    for group in groups:
-        yield from (group.keys[at : at + size] for at in range(0, len(group.keys), size))
