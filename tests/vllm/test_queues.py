@@ -465,6 +465,8 @@ class Troubled(SchedulerHarness):
                 self.client.answer(self.there, index, wait_s=rng.choice((0.0, 0.01, 0.5)), **tiers)
         if rng.random() < 0.02 and not (self.loading or self.scheduler.kv_holding_waiting):
             self.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+        if rng.random() < 0.02:  # while requests run, and loads: vLLM's own cache keeps its blocks
+            self.scheduler.reset_prefix_cache(reset_connector=True)
         if namespace.current is None and rng.random() < 0.7:
             self.find()
         if rng.random() < 0.03:
