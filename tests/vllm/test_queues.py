@@ -349,15 +349,16 @@ def test_prompts_behind_a_window_that_cannot_run_are_looked_up(make: Make) -> No
     assert {outcomes[one.request_id] for one in short} == {Outcome.LOADED}
 
 
-def test_prompts_shorter_than_a_block_take_no_turn_to_be_looked_up(make: Make) -> None:
+def test_prompts_shorter_than_a_chunk_take_no_turn_to_be_looked_up(make: Make) -> None:
     """There is nothing to look up, so none waits for it, and longer prompts behind them keep their turns."""
-    engine = make(max_num_seqs=128, max_num_batched_tokens=1024, blocks=400)
+    options = {"blocks_per_chunk": 2}
+    engine = make(max_num_seqs=128, max_num_batched_tokens=2048, blocks=400, options=options)
     engine.answers = False
-    for at in range(10):
+    for at in range(16):
         engine.add(f"long-{at}", document(at))
     assert not engine.manager.lookups.queue.has_space
-    short = {engine.add(f"short-{at}", [at] * 8).request_id for at in range(2 * ASKED_AT_ONCE)}
-    last = engine.add("last", document(10))
+    short = {engine.add(f"short-{at}", document(100 + at, 1)).request_id for at in range(ASKED_AT_ONCE + 8)}
+    last = engine.add("last", document(16))
     engine.step()
     assert {*engine.ran} == short
     assert engine.manager.requests[last.request_id].in_flight is not None
