@@ -276,17 +276,23 @@ class SchedulerClient(Session):
         ttl_s: float = 0.0,
         *,
         giver: int = 0,
-    ) -> None:
-        """Pass on a hint about blocks; see ``HintAction`` and ``Hint``. Does nothing while not connected.
+    ) -> bool:
+        """Pass on a hint about blocks; see ``HintAction`` and ``Hint``. A daemon that stands still reads it later.
+
+        Return False if it was lost, in whole or in part: without a session, or because the queue to the daemon is full.
 
         Raises ValueError for an action, a priority or a time that ``Hint`` does not have, and as lookup().
         """
         self._count_keys(groups)
         check(m.Hint(m.NO_REPLY, self._fingerprint, action, [], priority, ttl_s, giver))
         with self._transport.lock:
-            if self.ready and self._limits is not None:
-                for _, keys in self._split(groups, m.MAX_HINT_KEYS):
-                    self._send(m.Hint(m.NO_REPLY, self._fingerprint, action, list(keys), priority, ttl_s, giver))
+            if self._phase is not Phase.OPEN or self._limits is None:
+                return False
+            for _, keys in self._split(groups, m.MAX_HINT_KEYS):
+                hint = m.Hint(m.NO_REPLY, self._fingerprint, action, list(keys), priority, ttl_s, giver)
+                if self._send(hint) is not None:
+                    return False
+            return True
 
     def report(
         self,

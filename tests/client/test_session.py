@@ -384,6 +384,7 @@ def test_an_invalidation_and_a_report_that_did_not_go_out_are_not_lost(
     link.full = True
     scheduler.invalidate(KEYS)
     assert not scheduler.report(1000.0, 1, 0), "so its caller keeps the counts"
+    assert not scheduler.hint(m.HintAction.RETAIN, KEYS), "so its caller says that it is lost"
     assert (link.count(m.Invalidate), link.count(m.ReportEngine)) == (0, 0)
     link.full = False
     scheduler.tick(1.1)
@@ -391,6 +392,8 @@ def test_an_invalidation_and_a_report_that_did_not_go_out_are_not_lost(
     scheduler.tick(2.2)
     assert link.count(m.Invalidate) == 1
     assert scheduler.report(1000.0, 1, 0)
+    assert scheduler.hint(m.HintAction.RETAIN, KEYS)
+    assert link.last(m.Hint).groups == KEYS
 
 
 def test_a_lookup_is_done_after_all_that_is_read_of_it(
@@ -449,7 +452,8 @@ def test_a_lease_is_stale_after_half_of_its_life(scheduler: SchedulerClient, lin
 def test_what_needs_no_answer_is_sent_to_a_daemon_that_does_not_answer(
     scheduler: SchedulerClient, link: PaperLink
 ) -> None:
-    """It stands still, and reads it when it continues: what is free, what is unusable, how many lookups were late."""
+    """It stands still, and reads it when it continues: what is free, what is unusable, hints, how many lookups were
+    late."""
     found = look_up(scheduler, link, 0.0)
     answer_lookup(scheduler, link, 0.0, [b"\2\2"], 2)
     look_up(scheduler, link, 1.0)
@@ -457,8 +461,11 @@ def test_what_needs_no_answer_is_sent_to_a_daemon_that_does_not_answer(
     assert not scheduler.ready
     scheduler.release(found.lease_id)
     scheduler.invalidate(KEYS)
+    assert scheduler.hint(m.HintAction.RELEASE, KEYS)
     scheduler.report(1.0, 0, 0, late_lookups=1)
-    assert [type(one) for one in link.sent[-3:]] == [m.Release, m.Invalidate, m.ReportEngine]
+    assert [type(one) for one in link.sent[-4:]] == [m.Release, m.Invalidate, m.Hint, m.ReportEngine]
+    scheduler.on_lifeline_end(1.0 + OPTIONS.unresponsive_after_s)
+    assert not scheduler.hint(m.HintAction.RELEASE, KEYS), "without a session"
 
 
 def test_leases_die_with_their_connection(scheduler: SchedulerClient, link: PaperLink) -> None:

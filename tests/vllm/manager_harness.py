@@ -11,6 +11,7 @@ from vllm.v1.kv_offload.base import LookupResult, OffloadKey, ReqContext
 from kvoffd_client import NamespaceSpec, SchedulerClient
 from kvoffd_client.vllm.chunk_groups import ChunkGroup
 from kvoffd_client.vllm.config import ConnectorOptions
+from kvoffd_client.vllm.connector_metadata import WorkerNews
 from kvoffd_client.vllm.engine_facts import EngineFacts
 from kvoffd_client.vllm.engine_namespace import EngineNamespace, MemoryState
 from kvoffd_client.vllm.hints import HintsOption
@@ -76,7 +77,14 @@ class ManagerHarness:
         assert namespace.current is not None
         namespace.begin_step()
         if not problem:
-            namespace.update({0: replace(report, registered=namespace.current.fingerprint)})
+            report = replace(report, registered=namespace.current.fingerprint)
+            namespace.update({0: report})
+        self.memory = report
+
+    def grant(self, credit_bytes: int) -> None:
+        """The worker reports how many bytes of stores may be outstanding."""
+        self.memory = replace(self.memory, credit_bytes=credit_bytes)
+        self.manager.handle_news(WorkerNews(memory={0: self.memory}))
 
     def new(self, name: str = "r", hashes: int = len(KEYS)) -> ReqContext:
         """A new request that vLLM has announced; nothing of it is looked up."""

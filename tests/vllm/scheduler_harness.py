@@ -121,7 +121,8 @@ class SchedulerHarness:
         ended = {name: job for name, job in self.loading.items() if name not in self.held}
         self.loading = {name: job for name, job in self.loading.items() if name in self.held}
         self.loaded += [name for name in ended if name not in self.failing]
-        failed = {ended[name]: FailedJob(ErrorCode.SESSION_ENDED, (), name) for name in self.failing & ended.keys()}
+        failing = self.failing & ended.keys()
+        failed = [FailedJob(ended[name], ErrorCode.SESSION_ENDED, (), name) for name in failing]
         report = WorkerNews(completed_jobs=self._ended | dict.fromkeys(ended.values(), 1), failed_jobs=failed)
         self._ended = {}
         transfers = KVConnectorOutput(finished_recving=set(ended))

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from hashlib import sha256
+from itertools import pairwise
 from pathlib import Path
 from random import Random
 from typing import Any, cast
@@ -26,6 +27,7 @@ from kvoffd_client.vllm.adapters import AHEAD_S, UNREADABLE, LiveAdapters
 from kvoffd_client.vllm.chunk_groups import wire_keys
 from kvoffd_client.vllm.connector_metadata import WorkerNews
 from kvoffd_client.vllm.engine_namespace import EngineNamespace, MemoryState, Search
+from kvoffd_client.vllm.prompt_queue import ASKED_AT_ONCE, MAX_AHEAD
 from tests.kit.clock import Clock
 from tests.kit.models import write_lora_adapter
 from tests.vllm.scheduler_harness import SchedulerHarness
@@ -469,6 +471,28 @@ def test_a_prompt_keeps_what_was_reported_of_an_adapter_that_the_workers_have_dr
     engine.end(running, 10)
     engine.end([waits], 10)
     assert engine.loaded == [waits.request_id]
+    engine.close()
+
+
+def test_of_many_prompts_whose_adapter_becomes_known_few_are_looked_up_in_a_step(model: Path, tmp_path: Path) -> None:
+    """They had to wait when it was their turn to be looked up ahead."""
+    engine = AdapterEngine(model, tmp_path)
+    engine.answers, engine.silent, count = False, {1}, 3 * MAX_AHEAD
+    for at in range(count):
+        tokens = Random(at).choices(range(1000), k=65)
+        engine.add(f"{at}", tokens, lora_request=lora_request("/1", 1))
+    for _ in range(4):
+        engine.step()
+    assert not engine.client.asked, "its content is unknown"
+    engine.memory[1] = "/1", b"1"
+    engine.report()
+    asked = [0]
+    while asked[-1] < count and len(asked) < count:
+        engine.step()
+        engine.clock.now -= 0.01  # no answer is late
+        asked.append(len(engine.client.asked))
+    assert asked[-1] == count
+    assert max(after - before for before, after in pairwise(asked)) <= MAX_AHEAD + ASKED_AT_ONCE
     engine.close()
 
 

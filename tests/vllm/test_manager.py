@@ -152,6 +152,26 @@ def test_an_answer_that_was_asked_for_early_is_awaited_once_it_is_needed(harness
     assert harness.results(context) == [HIT] * 3
 
 
+@pytest.mark.parametrize("is_reset", [False, True])
+def test_the_lookup_after_a_change_of_the_weights_is_awaited_as_long_as_a_first_one(is_reset: bool) -> None:
+    """A lookup's deadline is 0.1 s; the time before the change was none of the daemon's."""
+    harness = ManagerHarness(do_no_harm=False)
+    context = harness.request()
+    harness.scan()
+    harness.clock.now += 0.09
+    harness.manager.namespace.leave(engine_cache_kept=not is_reset)
+    if is_reset:
+        harness.manager.reset_cache()
+    harness.report("other weights")
+    harness.scan()
+    harness.clock.now += 0.05
+    harness.scan()
+    assert harness.results(context) == [RETRY] * 3
+    harness.clock.now += 0.06
+    harness.scan()
+    assert harness.results(context) == [MISS] * 3
+
+
 def test_the_lease_of_an_answer_that_has_grown_stale_is_ended(harness: ManagerHarness) -> None:
     harness.request(ready=HASHES)
     future = harness.client.asked[0][0]
@@ -597,6 +617,33 @@ def test_hints_beyond_the_budget_are_dropped_and_counted(harness: ManagerHarness
     assert len(harness.client.hints) == 5
 
 
+def test_hints_that_do_not_reach_the_daemon_are_counted(harness: ManagerHarness) -> None:
+    """The queue to it is full, or the namespace is unknown. If it stands still it takes them later."""
+    harness.client.is_full = True
+    assert hinted(harness, envelope(RETAIN)) == 2, "at the request's start and at its end"
+    (report,) = harness.client.reported
+    assert report.hints == "kv.retain lost, as it could not be sent"
+    harness.client.is_full = False
+    context = ReqContext("later", {"kv_hints": envelope(RETAIN, action("kv.prefetch", {}))})
+    harness.manager.on_new_request(context)
+    harness.begin(context)
+    harness.look_up("later")
+    harness.manager.scheduled(harness.requests["later"], 0)
+    harness.manager.begin_step([1])
+    other = ReqContext("other", {"kv_hints": envelope(RETAIN)})
+    harness.manager.on_new_request(other)
+    harness.begin(other)
+    harness.manager.scheduled(harness.requests["other"], 0)
+    harness.manager.begin_step([1])
+    harness.client.ready = False
+    harness.manager.on_request_finished(context)
+    assert [kind.value for kind, *_ in harness.client.hints] == ["retain", "prefetch", "retain"]
+    assert harness.manager._counters["vllm:kvoffd_unknown_hints"] == 2
+    harness.manager.namespace.leave(engine_cache_kept=False)
+    harness.manager.on_request_finished(other)
+    assert harness.manager._counters["vllm:kvoffd_unknown_hints"] == 3
+
+
 def test_the_host_of_a_peer_is_no_longer_than_the_wire_allows(harness: ManagerHarness) -> None:
     """A capital I with a dot is two characters once it is small."""
     fetch = action("kv.fetch", {"source_control_endpoint": "tcp://" + "İ" * 200 + ":1"})
@@ -863,8 +910,8 @@ def test_after_a_failed_load_a_request_is_computed_and_stored() -> None:
         harness = ManagerHarness()
         context = harness.request(ready=HASHES)
         harness.manager.prepare_load(KEYS, context)
-        failed = FailedJob(code, [GroupKeys(0, block_hash(2))], "r")
-        harness.manager.handle_news(WorkerNews(failed_jobs={1: failed}))
+        failed = FailedJob(1, code, [GroupKeys(0, block_hash(2))], "r")
+        harness.manager.handle_news(WorkerNews(failed_jobs=[failed]))
         harness.clock.now += 100
         assert not harness.scan(), "it is never looked up again"
         assert harness.results(context) == [MISS] * 3
@@ -896,7 +943,7 @@ def test_stores_leave_out_what_the_daemon_has_and_what_is_on_its_way(harness: Ma
 def test_a_failure_of_before_a_reset_is_no_failure_of_the_next_store(harness: ManagerHarness) -> None:
     context = harness.request(ready=set())
     assert harness.offer(context) == KEYS
-    harness.manager.stores.failed([GroupKeys(0, b"".join(map(block_hash, (1, 2, 3))))])
+    harness.manager.stores.record_unstored([GroupKeys(0, b"".join(map(block_hash, (1, 2, 3))))])
     harness.manager.reset_cache()
     assert harness.offer(context) == KEYS
     harness.manager.complete_store(KEYS, context)
@@ -907,14 +954,29 @@ def test_failures_are_kept_as_long_as_their_store(harness: ManagerHarness) -> No
     """Those of an adapter's keys too, which are none of vLLM's."""
     context = harness.request(ready=set())
     assert harness.offer(context) == KEYS
-    harness.manager.stores.failed([GroupKeys(0, bytes([number]) * 32) for number in range(100, 200)])
+    harness.manager.stores.record_unstored([GroupKeys(0, bytes([number]) * 32) for number in range(100, 200)])
     harness.manager.complete_store(KEYS, context)
-    assert not harness.manager.stores._failed
+    assert not harness.manager.stores._unstored
+
+
+def test_a_block_that_the_policy_rejected_outdates_no_answer_and_is_offered_again(harness: ManagerHarness) -> None:
+    """Prompts that wait for it would be looked up again in vain."""
+    context, waiting = (harness.request(name, ready=set()) for name in ("stores", "waits"))
+    assert harness.offer(context) == KEYS
+    rejected = [GroupKeys(0, block_hash(1) + block_hash(2))]
+    for news in (WorkerNews(rejected=rejected), WorkerNews()):  # one rank after the other
+        harness.manager.handle_news(news)
+    harness.manager.complete_store(KEYS, context)
+    harness.clock.now += 0.01
+    assert not harness.scan("waits"), "it could use none of what was stored"
+    assert harness.offer(waiting) == KEYS
+    harness.manager.complete_store(KEYS, waiting)
+    assert {block_hash(1), block_hash(2)} <= {*harness.client.stored.since(0)}
 
 
 def test_beyond_the_credit_a_store_is_put_off_and_counted(harness: ManagerHarness) -> None:
     context = harness.request(ready=set())
-    harness.manager.handle_news(WorkerNews(credit_bytes=1500))
+    harness.grant(1500)
     assert harness.offer(context, KEYS[:2]) == KEYS[:2]
     assert harness.offer(context, KEYS[2:]) is None
     assert harness.counted()[DEFERRED_STORES] == 1
@@ -924,7 +986,7 @@ def test_beyond_the_credit_a_store_is_put_off_and_counted(harness: ManagerHarnes
     for name, credit, stored in (("little", 500, None), ("enough", 1000, KEYS[1:2])):
         harness.manager.complete_store(KEYS, context)
         context = harness.request(name, ready=set())
-        harness.manager.handle_news(WorkerNews(credit_bytes=credit))
+        harness.grant(credit)
         assert harness.offer(context, KEYS[:1]) == KEYS[:1]
         assert harness.offer(context, KEYS[1:2]) is None
         harness.end(name, 3001)
@@ -941,7 +1003,7 @@ def test_store_credit_counts_what_each_group_has() -> None:
     windows = [key(number, group_id=WINDOWS.group_id) for number in (1, 2)]
     for one in windows:
         context.set_offload_key_position(one, CHUNK_TOKENS)
-    harness.manager.handle_news(WorkerNews(credit_bytes=30))
+    harness.grant(30)
     assert harness.offer(context, windows) == windows
     assert harness.offer(context, KEYS[:1]) == KEYS[:1]
     assert harness.offer(context, KEYS[1:]) is None
@@ -1185,7 +1247,7 @@ def test_requests_end_where_the_engine_has_lost_its_client(harness: ManagerHarne
     harness.manager.namespace.client = cast(SchedulerClient, Unconnected())
     harness.clock.now += 1.0
     harness.manager.begin_step([1])
-    harness.manager.handle_news(WorkerNews(failed_jobs={1: FailedJob(ErrorCode.CHECKSUM, [], "loads")}))
+    harness.manager.handle_news(WorkerNews(failed_jobs=[FailedJob(1, ErrorCode.CHECKSUM, [], "loads")]))
     for context in contexts:
         harness.scan(context.req_id)
         assert harness.results(context) == [MISS] * 3
@@ -1378,7 +1440,7 @@ def test_a_load_that_fails_is_no_load(harness: ManagerHarness) -> None:
     context = harness.request(ready=HASHES)
     schedule(harness, 3000)
     assert not harness.client.reported, "it is known at the load's end whether it was computed"
-    harness.manager.handle_news(WorkerNews(failed_jobs={1: FailedJob(None, request_id="r")}))
+    harness.manager.handle_news(WorkerNews(failed_jobs=[FailedJob(1, None, request_id="r")]))
     harness.manager.complete_load(KEYS, context)
     (report,) = harness.client.reported
     assert (report.outcome, report.loaded_tokens, report.covered_keys) == (Outcome.FAILED, 0, [0])
@@ -1387,13 +1449,23 @@ def test_a_load_that_fails_is_no_load(harness: ManagerHarness) -> None:
     assert len(harness.client.reported) == 1
 
 
-def test_a_job_that_fails_in_one_worker_after_the_other_is_counted_once(harness: ManagerHarness) -> None:
+@pytest.mark.parametrize("in_one_step", [False, True])
+def test_a_job_that_fails_in_several_workers_is_counted_once_and_all_its_keys_are_lost(
+    harness: ManagerHarness, in_one_step: bool
+) -> None:
+    context = harness.request("stores", ready=set())
+    assert harness.offer(context) == KEYS
     harness.request(ready=HASHES)
     schedule(harness, 3000)
+    news = []
     for number in (1, 2):
         keys = [GroupKeys(0, block_hash(number))]
-        failed = {1: FailedJob(ErrorCode.CHECKSUM, keys, "r"), 2: FailedJob(ErrorCode.NO_SPACE, keys)}
-        harness.manager.handle_news(WorkerNews(failed_jobs=failed))
+        failed = [FailedJob(1, ErrorCode.CHECKSUM, keys, "r"), FailedJob(2, ErrorCode.NO_SPACE, keys)]
+        news.append(WorkerNews(failed_jobs=failed))
+    for one in [news[0].aggregate(news[1])] if in_one_step else news:
+        harness.manager.handle_news(one)
+    harness.manager.complete_store(KEYS, context)
+    assert harness.client.stored.since(0) == [block_hash(3)]
     counted = harness.counted()
     assert (counted[FAILED_LOADS], counted[FAILED_STORES]) == (1, 1)
     assert harness.client.invalidated == [GroupKeys(0, block_hash(number)) for number in (1, 2)]
@@ -1401,7 +1473,7 @@ def test_a_job_that_fails_in_one_worker_after_the_other_is_counted_once(harness:
 
 def test_many_jobs_that_fail_in_one_worker_after_the_other_are_counted_once(harness: ManagerHarness) -> None:
     """As those of an engine whose daemon ends."""
-    failed = dict.fromkeys(range(4096), FailedJob(ErrorCode.SESSION_ENDED, [GroupKeys(0, block_hash(1))]))
+    failed = [FailedJob(number, ErrorCode.SESSION_ENDED, [GroupKeys(0, block_hash(1))]) for number in range(4096)]
     for _ in range(2):
         harness.manager.handle_news(WorkerNews(failed_jobs=failed))
     assert harness.counted()[FAILED_STORES] == len(failed)

@@ -349,6 +349,21 @@ def test_prompts_behind_a_window_that_cannot_run_are_looked_up(make: Make) -> No
     assert {outcomes[one.request_id] for one in short} == {Outcome.LOADED}
 
 
+def test_prompts_shorter_than_a_chunk_take_no_turn_to_be_looked_up(make: Make) -> None:
+    """There is nothing to look up, so none waits for it, and longer prompts behind them keep their turns."""
+    options = {"blocks_per_chunk": 2}
+    engine = make(max_num_seqs=128, max_num_batched_tokens=2048, blocks=400, options=options)
+    engine.answers = False
+    for at in range(16):
+        engine.add(f"long-{at}", document(at))
+    assert not engine.manager.lookups.queue.has_space
+    short = {engine.add(f"short-{at}", document(100 + at, 1)).request_id for at in range(ASKED_AT_ONCE + 8)}
+    last = engine.add("last", document(16))
+    engine.step()
+    assert {*engine.ran} == short
+    assert engine.manager.requests[last.request_id].in_flight is not None
+
+
 def test_a_request_that_gave_up_its_turn_once_waits_for_its_next_lookup(make: Make) -> None:
     engine = make(max_num_seqs=4, blocks=200)
     request = engine.add("r", document(1), max_tokens=200)
@@ -386,9 +401,10 @@ def test_a_prompt_whose_next_block_is_stored_in_every_step_waits_no_longer_than_
 def test_blocks_that_were_not_stored_outdate_no_answer(make: Make) -> None:
     engine = make()
     key, before = b"k" * KEY_BYTES, engine.client.stored.count
-    failed = WorkerNews(failed_jobs={1: FailedJob(ErrorCode.NO_SPACE, [GroupKeys(0, key)])})
+    failed = WorkerNews(failed_jobs=[FailedJob(1, ErrorCode.NO_SPACE, [GroupKeys(0, key)])])
+    rejected = WorkerNews(rejected=[GroupKeys(0, key)])
     context, stored = ReqContext("r"), OffloadKey(key + bytes(GROUP_ID_BYTES))
-    for count, news in enumerate((failed, WorkerNews())):  # the second time it is stored
+    for count, news in ((0, failed), (0, rejected), (1, WorkerNews())):  # the last time it is stored
         engine.manager.stores._storing[stored] = 1
         engine.manager.handle_news(news)
         engine.manager.complete_store([stored], context)
@@ -450,6 +466,8 @@ class Troubled(SchedulerHarness):
                 self.client.answer(self.there, index, wait_s=rng.choice((0.0, 0.01, 0.5)), **tiers)
         if rng.random() < 0.02 and not (self.loading or self.scheduler.kv_holding_waiting):
             self.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+        if rng.random() < 0.02:  # while requests run, and loads: vLLM's own cache keeps its blocks
+            self.scheduler.reset_prefix_cache(reset_connector=True)
         if namespace.current is None and rng.random() < 0.7:
             self.find()
         if rng.random() < 0.03:

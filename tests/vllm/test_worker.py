@@ -70,7 +70,7 @@ def failures(worker: KvoffdWorker) -> dict[int, FailedJob]:
     """The failures of the jobs that have ended, of which vLLM knows no more than that."""
     ended = worker.get_finished()
     assert all((one.success, one.transfer_size, one.transfer_time) == (True, None, None) for one in ended)
-    failed = worker.take_news().failed_jobs
+    failed = {one.job_id: one for one in worker.take_news().failed_jobs}
     assert sorted(failed) == sorted(one.job_id for one in ended)
     return failed
 
@@ -165,6 +165,7 @@ def test_ranks_that_load_one_shard_leave_the_lease_to_the_scheduler(replicated: 
     worker.flush()
     [[job]] = client.submit.call_args.args
     assert (job.lease_id, job.keep_lease) == (77, replicated)
+    assert (worker.credit_bytes is None) == replicated, "it stores nothing"
     with patch.object(spec_module, "registration_of") as registered:
         KvoffdSpec._registration(spec, caches)
     assert registered.call_args.args[2] == (0 if replicated else 1), "whose shard it is"
@@ -274,16 +275,17 @@ def test_blocks_go_to_their_groups_and_places_in_keys() -> None:
 
 
 def test_reports_of_ranks_are_merged() -> None:
-    first, second = WorkerNews(credit_bytes=500, waited_s=0.1), WorkerNews(credit_bytes=300)
+    first, second = WorkerNews(waited_s=0.1, rejected=KEYS), WorkerNews(rejected=KEYS)
     for meta in (first, second):
         meta.mark_completed(1)
     second.mark_completed(2)
-    second.failed_jobs[2] = FailedJob(ErrorCode.NOT_READY)
+    failed = FailedJob(2, ErrorCode.SESSION_ENDED, KEYS), FailedJob(2, ErrorCode.NOT_READY)
+    first.failed_jobs, second.failed_jobs = [failed[0]], [failed[1]]
     first.load_times, second.load_times = {"r": (64, 0.5), "s": (32, 0.1)}, {"r": (64, 0.2)}
     merged = first.aggregate(second)
     assert merged.completed_jobs == {1: 2, 2: 1}
-    assert merged.failed_jobs == {2: FailedJob(ErrorCode.NOT_READY)}
-    assert merged.credit_bytes == 300
+    assert merged.failed_jobs == [*failed], "each has its own reason"
+    assert merged.rejected == [*KEYS, *KEYS]
     assert merged.load_times == {"r": (64, 0.5), "s": (32, 0.1)}, "the slowest rank's"
     assert merged.waited_s == 0.1
 
@@ -298,8 +300,9 @@ def test_reports_of_pipeline_stages_that_sample_nothing_arrive(stages: int) -> N
         )
 
     def report_of(rank: int) -> WorkerNews:
-        memory = MemoryState(ONE, f"weights of {rank}", 0, registered=ONE.fingerprint)
-        return WorkerNews(completed_jobs={7: 1}, credit_bytes=100 * (stages - rank), memory={rank: memory})
+        credit_bytes = 100 * (stages - rank)
+        memory = MemoryState(ONE, f"weights of {rank}", 0, registered=ONE.fingerprint, credit_bytes=credit_bytes)
+        return WorkerNews(completed_jobs={7: 1}, memory={rank: memory})
 
     aggregator = KVOutputAggregator(stages)
     last = stages - 1
@@ -321,6 +324,9 @@ def test_reports_of_pipeline_stages_that_sample_nothing_arrive(stages: int) -> N
     assert namespace.current is None, "the last stage has reported nothing"
     namespace.update(reports[1].memory)
     assert namespace.current is not None
+    assert namespace.credit_bytes == 100
+    namespace.update({0: MemoryState(ONE, "weights of 0", 0, registered=ONE.fingerprint, credit_bytes=900)})
+    assert namespace.credit_bytes == 100, "the others have no more than before"
 
 
 # --- jobs ------------------------------------------------------------------------------------------
@@ -341,7 +347,7 @@ def test_jobs_of_a_step_are_one_message_and_their_results_come_back() -> None:
     found = [(one.job_id, one.success, one.transfer_size, one.transfer_time) for one in worker.get_finished()]
     assert found == [(1, True, 1024, 0.5), (2, True, 2048, 0.25)]
     report = worker.take_news()
-    assert (report.failed_jobs, report.load_times) == ({}, {"r": (64, 0.25)})
+    assert (report.failed_jobs, report.rejected, report.load_times) == ([], [], {"r": (64, 0.25)})
 
 
 def test_jobs_that_fail_say_why_and_with_which_keys() -> None:
@@ -350,15 +356,34 @@ def test_jobs_that_fail_say_why_and_with_which_keys() -> None:
     worker.join(ONE)
     worker.submit_store(1, GPULoadStoreSpec([4], group_sizes=[1], block_indices=[0]), KEYED)
     worker.submit_load(2, KEYED, BLOCKS)
-    bad, unknown = FailedJob(ErrorCode.BAD_BLOCK_IDS, KEYS), FailedJob(ErrorCode.UNKNOWN_LEASE, KEYS)
+    bad, unknown = FailedJob(1, ErrorCode.BAD_BLOCK_IDS, KEYS), FailedJob(2, ErrorCode.UNKNOWN_LEASE, KEYS)
     assert failures(worker) == {1: bad, 2: unknown}
     worker.submit_store(4, GPULoadStoreSpec([], group_sizes=[0], block_indices=[0]), KeyedSpec((b"",)))
     assert failures(worker)[4].error is ErrorCode.BAD_BLOCK_IDS, "the client refuses a job without keys"
     assert client.messages == [], "nothing was sent"
     worker.submit_store(3, BLOCKS, KEYED)
     client.results = [JobResult(3, False, 0, 0.1, ErrorCode.COPY_FAILED, [])]
-    assert failures(worker) == {3: FailedJob(ErrorCode.COPY_FAILED, KEYS)}, "all, where the daemon names none"
+    assert failures(worker) == {3: FailedJob(3, ErrorCode.COPY_FAILED, KEYS)}, "all, where the daemon names none"
     assert worker.take_failed_requests() == set()
+
+
+def test_a_worker_reports_the_keys_of_its_stores_that_the_policy_rejected() -> None:
+    """Of those that end well and of those that fail."""
+    client = FakeWorkerClient()
+    worker = make_worker(lambda _: client)
+    worker.join(ONE)
+    first, second, third = ([GroupKeys(0, block_hash(number))] for number in (1, 2, 3))
+    for job_id in (1, 2):
+        worker.submit_store(job_id, BLOCKS, KEYED)
+    client.results = [
+        JobResult(1, True, 0, 0.1, rejected=first),
+        JobResult(2, False, 0, 0.1, ErrorCode.NO_SPACE, second, third),
+    ]
+    worker.get_finished()
+    news = worker.take_news()
+    assert news.rejected == [*first, *third]
+    assert news.failed_jobs == [FailedJob(2, ErrorCode.NO_SPACE, second)]
+    assert worker.take_news().rejected == []
 
 
 @pytest.mark.parametrize("is_gpu", [False, True])

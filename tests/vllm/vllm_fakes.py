@@ -55,9 +55,12 @@ class FakeSchedulerClient:
     def report_prompt(self, report: PromptReport) -> None:
         self.reported.append(report)
 
-    def hint(self, action: HintAction, groups: Sequence[GroupKeys], priority: int, ttl_s: float, *, giver: int) -> None:
+    def hint(self, action: HintAction, groups: Sequence[GroupKeys], priority: int, ttl_s: float, *, giver: int) -> bool:
+        if self.is_full:
+            return False
         self.hints.append((action, groups, priority, ttl_s))
         self.givers.append(giver)
+        return True
 
     def lookup(
         self, groups: Sequence[GroupKeys], again: bool = False, *, reported: bool, peer: str = "", giver: int = 0

@@ -76,6 +76,14 @@ class AdapterContents:
         state.adapter.content, state.disabled = content or b"", content == UNREADABLE
         return content is not None
 
+    def weights_changed(self, state: RequestState) -> None:
+        """Disable a request with an adapter, which may have been replaced in place: vLLM continues the request. One
+        whose adapter is unknown asks for it again."""
+        if state.adapter.content:
+            state.disabled = True
+        else:
+            state.adapter = RequestAdapter()
+
     def await_content(self, state: RequestState) -> bool:
         """Return whether a request waits for the workers to report its adapter; they are asked for it if needed. One
         for which they were asked for too long is disabled."""

@@ -231,6 +231,7 @@ class KvoffdConnector(OffloadingConnector):
             problem=worker.problem,
             adapters=contents.adapters.contents(),
             daemon=worker.daemon,
+            credit_bytes=worker.credit_bytes,
         )
         if memory != self._last_memory:
             news.memory[spec.config.parallel.rank] = self._last_memory = memory

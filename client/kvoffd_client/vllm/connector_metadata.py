@@ -20,14 +20,16 @@ from kvoffd_proto.messages import GroupKeys
 
 @dataclass(frozen=True)
 class FailedJob:
-    """A job that failed, in whole or in part.
+    """A job that failed in a worker, in whole or in part.
 
     Attributes:
+        job_id: vLLM's number of the job, which may fail in other workers too.
         error: the reason; None if the daemon gave none.
         keys: failed keys; all keys of the job if the daemon named none.
         request_id: the request of a load; None for a store.
     """
 
+    job_id: int
     error: ErrorCode | None
     keys: Sequence[GroupKeys] = ()
     request_id: str | None = None
@@ -61,19 +63,19 @@ class ConnectorMetadata(OffloadingConnectorMetadata):
 
 @dataclass
 class WorkerNews(OffloadingWorkerMetadata):
-    """Worker to scheduler: ended and failed jobs, the credit, and the contents of memory.
+    """Worker to scheduler: ended and failed jobs, and the state of memory.
 
     Attributes:
-        failed_jobs: failures by job id, of the first rank that has one.
+        failed_jobs: failures of all ranks: each has its own reason and keys.
+        rejected: keys of ended stores that the daemon's policy did not take, of all ranks.
         load_times: tokens and seconds of successful loads by request, of the slowest rank that reports its end now.
-        credit_bytes: bytes of stores each worker may have outstanding, the least of all ranks; None: unchanged.
         memory: changed states by rank.
         waited_s: time that vLLM waited for stores, the longest of all ranks.
     """
 
-    failed_jobs: dict[int, FailedJob] = field(default_factory=dict)
+    failed_jobs: list[FailedJob] = field(default_factory=list)
+    rejected: list[GroupKeys] = field(default_factory=list)
     load_times: dict[str, tuple[int, float]] = field(default_factory=dict)
-    credit_bytes: int | None = None
     memory: dict[int, MemoryState] = field(default_factory=dict)
     waited_s: float = 0.0
 
@@ -81,13 +83,12 @@ class WorkerNews(OffloadingWorkerMetadata):
         merged = super().aggregate(other)
         # All ranks have the same tokens of a load, so the larger pair is that of the slower rank.
         slower = {name: max(load, self.load_times.get(name, load)) for name, load in other.load_times.items()}
-        credits_bytes = [news.credit_bytes for news in (self, other) if news.credit_bytes is not None]
         return WorkerNews(
             merged.completed_jobs,
             merged.transfer_stats,
-            {**other.failed_jobs, **self.failed_jobs},
+            self.failed_jobs + other.failed_jobs,
+            self.rejected + other.rejected,
             self.load_times | slower,
-            min(credits_bytes, default=None),
             self.memory | other.memory,
             max(self.waited_s, other.waited_s),
         )

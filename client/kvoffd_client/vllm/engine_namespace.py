@@ -51,6 +51,7 @@ class MemoryState:
         problem: why its memory cannot be registered; empty if it is, or may still be.
         adapters: path and digest of its LoRA adapters by vLLM's number; None if unknown.
         daemon: random number of the run of the daemon with which its memory is registered; None if it is not.
+        credit_bytes: bytes of stores that it may have outstanding; None if it is not registered, or stores nothing.
     """
 
     namespace: NamespaceSpec
@@ -62,6 +63,7 @@ class MemoryState:
     problem: str = ""
     adapters: Mapping[int, tuple[str, bytes]] | None = None
     daemon: int | None = None
+    credit_bytes: int | None = None
 
 
 @dataclass
@@ -91,6 +93,9 @@ class Unconnected:
     def release(self, lease_id: int) -> None: ...
 
     def show_used(self, groups: Sequence[GroupKeys], *, giver: int) -> None: ...
+
+    def hint(self, *what: object, giver: int) -> bool:
+        return False
 
     def invalidate(self, groups: Sequence[GroupKeys]) -> None: ...
 
@@ -183,6 +188,12 @@ class EngineNamespace:
     def serves(self) -> bool:
         """Whether lookups and stores are possible."""
         return self.current is not None and self.client.ready and not self.problem
+
+    @property
+    def credit_bytes(self) -> int | None:
+        """Bytes of stores that each worker may have outstanding, the least of all; None while no credit is known."""
+        known = (state.credit_bytes for state in self._memory.values() if state.credit_bytes is not None)
+        return min(known, default=None)
 
     def adapter_digest(self, number: int, path: str) -> bytes | None:
         """Return the digest of a LoRA adapter by number, over all workers.
@@ -281,7 +292,9 @@ class EngineNamespace:
         self.on_leave()
 
     def update(self, states: Mapping[int, MemoryState]) -> None:
-        """Handle new memory states by rank; decide once there is one of each worker."""
+        """Handle new memory states by rank; decide once, when there is one of each worker: what is decided by does not
+        change before the next ``leave()``."""
+        was_complete = len(self._memory) == self._world_size
         for rank, state in states.items():
             if state.generation != self.generation:
                 continue
@@ -292,7 +305,7 @@ class EngineNamespace:
             self._memory[rank] = state
         if self._apart is not None and self._apart.problem and not self._absent_ranks():
             self._apart = None
-        if self.current is None and len(self._memory) == self._world_size:
+        if self.current is None and not was_complete and len(self._memory) == self._world_size:
             self._decide([self._memory[rank] for rank in sorted(self._memory)])
 
     def _decide(self, states: Sequence[MemoryState]) -> None:

@@ -81,15 +81,17 @@ class HintSender:
             self._send(state, [hint for hint in state.hints.known if hint.action is not HintAction.RELEASE])
 
     def send_end_hints(self, state: RequestState) -> None:
-        """Send the hints for the end of a request that was scheduled."""
-        if state.hints.known and self._adapters.identify(state) and self._namespace.serves:
+        """Send the hints for the end of a request that was scheduled. A daemon that stands still takes them later."""
+        if state.hints.known and self._adapters.identify(state):
             self._send(state, [hint for hint in state.hints.known if hint.action is not HintAction.PREFETCH])
 
     def _send(self, state: RequestState, hints: Sequence[RequestHint]) -> None:
         if state.disabled or not hints:
             return
         namespace, client, notes = self._namespace.current, self._namespace.client, state.hint_notes
-        assert namespace is not None
+        if namespace is None or self._namespace.problem:
+            self._counters[metrics.UNKNOWN_HINTS] += len(hints)
+            return
         named: dict[int, list[GroupKeys]] = {}  # by the first token of what a hint applies to
         for hint in hints:
             if hint.start not in named:
@@ -102,8 +104,9 @@ class HintSender:
                 self._counters[metrics.UNKNOWN_HINTS] += 1
                 notes[name_of(hint)] = "dropped, as the engine had passed on too many"
             else:
-                notes[name_of(hint)] = f"of {keys} key{plural(keys)}"
-                client.hint(hint.action, groups, hint.priority, hint.ttl_s, giver=state.hints.giver)
+                was_sent = client.hint(hint.action, groups, hint.priority, hint.ttl_s, giver=state.hints.giver)
+                self._counters[metrics.UNKNOWN_HINTS] += not was_sent
+                notes[name_of(hint)] = f"of {keys} key{plural(keys)}" if was_sent else "lost, as it could not be sent"
 
     def _keys_of(self, state: RequestState, start: int) -> list[GroupKeys]:
         """Return the keys that a request's hint names, from the token ``start`` on."""

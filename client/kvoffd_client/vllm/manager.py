@@ -20,7 +20,7 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvoffd_client.vllm import metrics
-from kvoffd_client.vllm.adapter_contents import AdapterContents, RequestAdapter
+from kvoffd_client.vllm.adapter_contents import AdapterContents
 from kvoffd_client.vllm.chunk_groups import ChunkGroup, ChunkGroups, KeyedSpec
 from kvoffd_client.vllm.compute_times import ComputeTimes
 from kvoffd_client.vllm.config import ConnectorOptions
@@ -163,15 +163,13 @@ class KvoffdManager(OffloadingManager):
         )
 
     def _on_leave(self) -> None:
-        """Have all requests look at the namespace again, and disable those with adapters: these may have been replaced
-        in place, and vLLM continues the requests. Those whose adapters are unknown ask for them again."""
+        """Have all requests be looked up again: in another namespace their lookups would fail, with this client, or be
+        late without a fault of the daemon."""
         self.lookups.queue.parked.wake_all()
         for state in self.requests.values():
-            if state.adapter.content:
-                self.lookups.end_leases(state)
-                state.disabled = True
-            else:
-                state.adapter = RequestAdapter()
+            self.lookups.end_leases(state)
+            state.wait.lookup.end()
+            self.adapters.weights_changed(state)
 
     def scheduled(self, request: Request, loaded_tokens: int) -> None:
         """Record that a request is about to be scheduled with ``loaded_tokens``; if these are 0, unpin its blocks.
@@ -193,20 +191,21 @@ class KvoffdManager(OffloadingManager):
         """Handle the workers' news, before vLLM handles the ended jobs."""
         if news.waited_s:
             self.harm.record_store_wait(news.waited_s)
-        if news.credit_bytes is not None:
-            self.stores.credit_bytes = news.credit_bytes
         for request_id, load in news.load_times.items():
             if self.is_loading(request_id):  # else the load began before a reset, and vLLM does not handle its end
                 self._load_times[request_id] = max(load, self._load_times.get(request_id, load))
-        for job_id, job in news.failed_jobs.items():
-            self._job_failed(job, is_first=job_id not in self._failed_jobs)
-            self._failed_jobs[job_id] = None
+        for job in news.failed_jobs:
+            self._job_failed(job, is_first=job.job_id not in self._failed_jobs)
+            self._failed_jobs[job.job_id] = None
         while len(self._failed_jobs) > FAILED_REMEMBERED:
             del self._failed_jobs[next(iter(self._failed_jobs))]
+        self.stores.record_unstored(news.rejected)
         if news.memory:
             generation = self.namespace.generation
             current = {rank: memory for rank, memory in news.memory.items() if memory.generation == generation}
             self.namespace.update(current)
+            if (credit_bytes := self.namespace.credit_bytes) is not None:
+                self.stores.credit_bytes = credit_bytes
             self.adapters.update(current, self.requests.values())
 
     def _job_failed(self, job: FailedJob, *, is_first: bool) -> None:
@@ -216,17 +215,15 @@ class KvoffdManager(OffloadingManager):
         if job.request_id is None:
             logger.debug("kvoffd: a store failed. %s", reason)
             self._counters[metrics.FAILED_STORES] += is_first
-            self.stores.failed(job.keys)
+            self.stores.record_unstored(job.keys)
             return
         if job.error in BLOCKS_UNUSABLE:
             self.namespace.client.invalidate(job.keys)
         if not is_first:
             return
         if state := self.requests.get(job.request_id):
-            self.lookups.end_leases(state)
-            state.load_failed = True
+            self.lookups.load_failed(state)
             self.outcomes.load_failed(state)
-            state.last = None
         self._counters[metrics.FAILED_LOADS] += 1
         logger.warning("kvoffd: a load failed; request %s is recomputed. %s", job.request_id, reason)
 

@@ -39,7 +39,7 @@ _COUNTERS = {
     SLOW_LOADS: "Requests whose blocks were found but not loaded because computing was faster.",
     PAUSED_STORES: m.PAUSED_STORES,
     DEFERRED_STORES: "Stores deferred because the kvoffd daemon's credit was used up.",
-    UNKNOWN_HINTS: "Hints in requests that were not known, could not be read, or were too many.",
+    UNKNOWN_HINTS: "Hints in requests that were not known, could not be read or sent, or were too many.",
 }
 DEFINITIONS: dict[str, OffloadingMetricMetadata] = {
     **{name: OffloadingGaugeMetadata(documentation=text) for name, text in _GAUGES.items()},

@@ -2,14 +2,14 @@
 
 A prompt waits in one of three ways until it is scheduled:
 
-* behind: it is not looked up. An answer would pin its blocks for as long as it waits, and would be old by the time it
-  runs;
+* behind: it is not looked up, or could not be when its turn came. An answer would pin its blocks for as long as it
+  waits, and would be old by the time it runs;
 * ahead, in the window: it is looked up, so that a step need not wait for the answer, and waits for no tier. The next
   prompts are there, as many as a few steps compute;
 * for a tier, whose blocks come up.
 
-One that cannot be looked up, or was preempted and is not looked up again yet, is in none of them. Any of them may be
-parked in addition (``ParkedPrompts``).
+One that was preempted and is not looked up again yet is in none of them. Any of them may be parked in addition
+(``ParkedPrompts``).
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class PromptQueue:
         self._behind: set[str] = set()
         """Prompts that are not looked up yet."""
         self._order: list[tuple[int, int, str]] = []
-        """Heap of these, and of some that have left ``_behind``, by priority and arrival."""
+        """Heap of those of them that were not taken, and of some that have left, by priority and arrival."""
         self._window: dict[str, InWindow] = {}
         """Prompts that are ahead, in the order in which they entered."""
         self._window_tokens = 0
@@ -116,11 +116,10 @@ class PromptQueue:
         return self._by_priority and any(priority < other.priority for other in self._window.values())
 
     def take_next(self) -> str | None:
-        """Take the first prompt that is not looked up; None if there is none."""
+        """Return the first prompt behind the window that was not taken before; None if there is none."""
         while self._order:
             request_id = heappop(self._order)[2]
             if request_id in self._behind:
-                self._behind.remove(request_id)
                 return request_id
         return None
 

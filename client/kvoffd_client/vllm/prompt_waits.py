@@ -304,11 +304,11 @@ class PromptWaits:
         continues without, and waits for no answer any more.
         """
         request_id, keys = state.request.request_id, self._lookups.keys_of(state)
-        if not self._queue.take_lookup(request_id, keys):
+        if keys and not self._queue.take_lookup(request_id, keys):
             wait, now = state.wait.lookup, self._engine_clock.read()
             until = wait.begin(now) + self._allowed_s(state, state.request.num_tokens)
             if now < until and not wait.gave_up:
-                self._parked.park(request_id, Parked(own_tokens, until, lookup_keys=max(1, keys)))
+                self._parked.park(request_id, Parked(own_tokens, until, lookup_keys=keys))
                 return False
             if self._queue.is_full:
                 wait.gave_up = True

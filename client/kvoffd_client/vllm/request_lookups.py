@@ -258,6 +258,11 @@ class RequestLookups:
         self.load_changes += 1
         self.end_lease(self.loading.pop(request_id, None))
 
+    def load_failed(self, state: RequestState) -> None:
+        """Look a request up no more, because its load failed: it is recomputed, and all its blocks are stored."""
+        self.end_leases(state)
+        state.load_failed, state.last = True, None
+
     def end_leases(self, state: RequestState) -> None:
         """Release the leases of a request that runs without a load or has ended. Its last lookup stays known."""
         self.end_lease(state.answer)

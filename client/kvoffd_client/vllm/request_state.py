@@ -1,4 +1,34 @@
-"""The state of one request. What is replaced together is one object: see ``RequestState``."""
+"""The state of one request. What is replaced together is one object: see ``RequestState``.
+
+A prompt that waits to be scheduled has a state of each of these kinds, independent of the others:
+
+| kind | states | changed by |
+|---|---|---|
+| lookup | none; in flight; answered; answered, and in flight again; failed a moment ago | ``RequestLookups`` |
+| use of kvoffd | all; no lookups (``load_failed``); none (``disabled``) | ``RequestLookups``, ``AdapterContents`` |
+| wait for an answer | none; since a time; given up, for one lookup or for good | ``PromptWaits`` (``LookupWait``) |
+| wait for a tier | not begun; awaited; interrupted; ended for good | ``PromptWaits`` (``TierWait``) |
+| place in the queue | behind; ahead; waiting for a tier; none | ``PromptQueue`` |
+| passed over | no; until one of the ends in ``ParkedPrompts`` | ``ParkedPrompts``, at the wish of ``PromptWaits`` |
+| adapter | none; unknown; asked for; known | ``AdapterContents`` |
+
+What happens to it changes several of them:
+
+| event | lookup | waits | place |
+|---|---|---|---|
+| it arrives | none | not begun | behind |
+| it is looked up | in flight | | ahead |
+| its answer comes | answered, or failed | for a tier, if that is worth it | |
+| vLLM comes to it before that | | for the answer; it is passed over | |
+| the answer is late | | given up; the one for a tier ends | |
+| it is passed over for a tier | | | waiting for a tier |
+| it is scheduled to load | none; ``RequestLookups.loading`` has the answer | new ones | none |
+| it is scheduled to compute | none, its leases end | new ones | none |
+| its load fails | none, and no more | | |
+| it is preempted | as after it arrived | as after it arrived | none, until it is looked up |
+| the weights may have changed, or a reset | none, its leases end | the one for an answer ends; it is woken | |
+| it is aborted, or ends | none, its leases end, with vLLM's next step | | none |
+"""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from math import inf
 
 from vllm.v1.kv_offload.base import OffloadKey, PrepareStoreOutput, ReqContext
@@ -63,8 +63,8 @@ class RequestStores:
         self.credit_bytes = self.outstanding_bytes = 0
         self._storing: dict[OffloadKey, int] = {}
         """Keys of stores that no worker has reported as ended, with their bytes."""
-        self._failed: set[bytes] = set()
-        """Hashes of failed stores, until vLLM handles their end."""
+        self._unstored: set[bytes] = set()
+        """Hashes of stores that failed, or that the daemon's policy rejected, until vLLM handles the store's end."""
 
     def prepare(
         self, state: RequestState | None, keys: Collection[OffloadKey], req_context: ReqContext
@@ -153,29 +153,27 @@ class RequestStores:
                 (before[index],) = wire_keys([last], state.adapter.content)
         return before
 
-    def failed(self, groups: Sequence[GroupKeys]) -> None:
-        """Record that these keys of a store are missing, before vLLM handles its end."""
-        if (namespace := self._namespace.current) is not None:
+    def record_unstored(self, groups: Sequence[GroupKeys]) -> None:
+        """Record that these keys of running stores will not be stored, before vLLM handles the stores' end."""
+        if (namespace := self._namespace.current) is None:
+            return
+        for named in groups:
             # Not those of a request with an adapter, which on the wire are not vLLM's, nor of a job before a reset.
-            storing = {key[:-GROUP_ID_BYTES] for key in self._storing}
-            self._failed |= storing.intersection(_hashes_of(groups, namespace.key_bytes))
+            hashes, size = named.keys, namespace.key_bytes
+            suffix = self._groups[named.group].suffix if named.group < len(self._groups) else b""
+            split = (hashes[at : at + size] for at in range(0, len(hashes), size))
+            self._unstored |= {one for one in split if one + suffix in self._storing}
 
     def ended(self, keys: Collection[OffloadKey], *, success: bool) -> None:
         """Record that vLLM handles the end of a store."""
         self.outstanding_bytes -= sum([self._storing.pop(key, 0) for key in keys])
         # Before the daemon's event of it, which may come later. With an adapter only that has the keys on the wire.
         hashes = {key[:-GROUP_ID_BYTES] for key in keys}
-        self._namespace.client.add_stored(hashes - self._failed if success else ())
-        self._failed -= hashes
+        self._namespace.client.add_stored(hashes - self._unstored if success else ())
+        self._unstored -= hashes
 
     def reset(self) -> None:
         """Forget the running stores, whose end vLLM does not report after a reset."""
         self._storing.clear()
-        self._failed.clear()
+        self._unstored.clear()
         self.outstanding_bytes = 0
-
-
-def _hashes_of(groups: Sequence[GroupKeys], size: int) -> Iterator[bytes]:
-    """Yield the block hashes of keys that are ``size`` bytes long."""
-    for group in groups:
-        yield from (group.keys[at : at + size] for at in range(0, len(group.keys), size))

@@ -57,6 +57,7 @@ class KvoffdWorker(OffloadingWorker):
         key_bytes: length of a block hash.
         fence_timeout_s: time that wait() waits for running stores, once no kernel runs.
         keep_leases: other workers load the same shards under a request's lease.
+        stores: whether it stores: of workers that load the same shards one does.
         sender: sends jobs after earlier kernels have finished; None on CPU.
     """
 
@@ -68,6 +69,7 @@ class KvoffdWorker(OffloadingWorker):
         key_bytes: int,
         fence_timeout_s: float,
         keep_leases: bool = False,
+        stores: bool = True,
         sender: OrderedSender | None = None,
     ) -> None:
         self._connect = connect
@@ -79,7 +81,7 @@ class KvoffdWorker(OffloadingWorker):
         self._blocks_per_chunk = blocks_per_chunk
         self._key_bytes = key_bytes
         self._fence_timeout_s = fence_timeout_s
-        self._keep_leases = keep_leases
+        self._keep_leases, self._stores = keep_leases, stores
         self._sender = sender
         self._asleep = False
         self._unsent: dict[int, tuple[GPULoadStoreSpec, bool]] = {}
@@ -89,7 +91,6 @@ class KvoffdWorker(OffloadingWorker):
         self._news = WorkerNews()
         self._failed_requests: set[str] = set()
         """Requests whose load failed, until they are taken."""
-        self._last_credit: int | None = None
         self._unsent_failures: deque[tuple[int, ErrorCode]] = deque()
         """Jobs that were not sent, with the reason. The sender's thread appends to it too."""
 
@@ -124,8 +125,11 @@ class KvoffdWorker(OffloadingWorker):
 
     @property
     def credit_bytes(self) -> int | None:
-        """Bytes of stores that may be outstanding; None while unknown."""
-        return self._client.credit_bytes if self._client is not None and self._client.ready else None
+        """Bytes of stores that may be outstanding; None while unknown, or if this worker stores nothing: then it does
+        not hear of changes."""
+        if not self._stores or self._client is None or not self._client.ready:
+            return None
+        return self._client.credit_bytes
 
     def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: KeyedSpec) -> bool:
         """Queue a store for ``flush``. Always True: failures are reported later."""
@@ -218,6 +222,7 @@ class KvoffdWorker(OffloadingWorker):
             client.close()
             results += client.take_results()  # that came since
         for result in results:
+            self._news.rejected += result.rejected
             if not result.ok:
                 finished.append(self._record_failure(result.job_id, result.error, result.failed))
                 continue
@@ -229,9 +234,6 @@ class KvoffdWorker(OffloadingWorker):
 
     def take_news(self) -> WorkerNews:
         """Return the news since the last call, except ended jobs and the memory's state."""
-        credit_bytes = self.credit_bytes
-        if credit_bytes != self._last_credit:
-            self._last_credit = self._news.credit_bytes = credit_bytes
         news, self._news = self._news, WorkerNews()
         return news
 
@@ -244,7 +246,7 @@ class KvoffdWorker(OffloadingWorker):
         """Record why a job failed, and return a success for vLLM."""
         spec = self._specs.pop(job_id, None)
         if spec is not None:
-            self._news.failed_jobs[job_id] = FailedJob(error, keys or spec.keys, spec.request_id)
+            self._news.failed_jobs.append(FailedJob(job_id, error, keys or spec.keys, spec.request_id))
             if spec.request_id is not None:
                 self._failed_requests.add(spec.request_id)
         return TransferResult(job_id, True)
