@@ -173,6 +173,10 @@ def main(options: dict[str, Any]) -> None:
         release_slowly(float(seconds))
     if file := options.get("hosts"):
         replace_hosts(Path(file))
+    if options.get("forks_helpers"):
+        from tests.kit.forked_helper import fork_helpers
+
+        fork_helpers()
     from kvoffd.cli import main as kvoffd
     from kvoffd.config import ServerLimits
 

@@ -70,36 +70,13 @@ PATIENCE_S = 20.0
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
 
 
-class Forked:
-    """A helper that is forked from the test, which has imported NIXL: it starts in a fraction of the time."""
-
-    def __init__(self, command: Sequence[str], pass_fds: Sequence[int], stdin: int) -> None:
-        self.pid = os.fork()
-        if self.pid:
-            return
-        try:
-            for fd in map(int, os.listdir("/proc/self/fd")):
-                if fd > 2 and fd not in pass_fds:
-                    with suppress(OSError):
-                        os.close(fd)
-            sys.argv = list(command[-2:])
-            peer_helper.main()
-        finally:
-            os._exit(1)
-
-    def kill(self) -> None:
-        os.kill(self.pid, signal.SIGKILL)
-
-    def wait(self) -> int:
-        return os.waitpid(self.pid, 0)[1]
-
-
 @pytest.fixture(autouse=True)
 def nixl(monkeypatch: pytest.MonkeyPatch) -> None:
     require_nixl()
     monkeypatch.setenv("UCX_TLS", "tcp")
-    importlib.import_module("nixl_cu12")
-    monkeypatch.setattr(peer_process, "subprocess", SimpleNamespace(Popen=Forked, DEVNULL=subprocess.DEVNULL))
+    from tests.kit.forked_helper import SUBPROCESS
+
+    monkeypatch.setattr(peer_process, "subprocess", SUBPROCESS)
 
 
 @pytest.fixture
