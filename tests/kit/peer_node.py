@@ -73,7 +73,7 @@ class Node:
 
     @property
     def helper(self) -> int:
-        """Process id of its helper; 0 for none. A forked one has the command line of its fork server, which names it."""
+        """Process id of its helper; 0 for none. A forked one has its fork server's command line, which names it."""
         children = Path(f"/proc/{self.daemon.pid}/task").glob("*/children")
         for child in " ".join(one.read_text() for one in children).split():
             try:
