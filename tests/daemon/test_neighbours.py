@@ -41,6 +41,8 @@ GOOD = {"disk": DISK, "store": STORE, "peer": PEER}
 LEAST = 0.95
 SLOW = 400_000
 """Bytes per second."""
+PAUSE_S = 0.002
+"""Between two calls of a bad neighbour's engine: one that never pauses takes a CPU from the others' engines."""
 POOL, DEADLINE = "16MiB", "3s"
 SPEC = NamespaceSpec.named("neighbours", groups=[GroupSpec("full_attention", 16)], page_bytes=PAGE_BYTES)
 
@@ -182,6 +184,7 @@ class World:
                 with suppress(RequestRefused):
                     engine.lookup(wanted, 1.0)
                     engine.release()
+                self._stopping.wait(PAUSE_S)
 
         self._run(look)
 
@@ -217,6 +220,7 @@ class World:
             while not self._stopping.is_set():
                 first = next(numbers)
                 engine.put(range(first, first + PROMPT))
+                self._stopping.wait(PAUSE_S)
 
         self._run(put)
 

@@ -32,7 +32,7 @@ from tests.kit.wire import KvSubscriber, books, keys
 
 pytestmark = pytest.mark.usefixtures("nixl")
 
-KILLS = 6 * TIMES
+KILLS = 4 * TIMES
 NAMED = 8
 """Peers of networks that are connected at once."""
 

@@ -42,7 +42,7 @@ LOADED = full_blocks(LENGTH)
 DOCUMENT_BLOCKS = LENGTH // BLOCK_TOKENS
 CACHE_BLOCKS = DOCUMENT_BLOCKS * 5 // 2 + 1
 """Two and a half documents, and vLLM's null block."""
-DOCUMENTS = 8
+DOCUMENTS = 6
 LONG_ANSWER = 1000 - LENGTH
 """Tokens of an answer behind which others wait for seconds, until it is aborted."""
 LEASE_TTL_S = 4.0
