@@ -96,7 +96,7 @@ class DaemonProcess(Starting):
         self._options = {name: value for name, value in options.items() if value}
         launcher = [str(LAUNCHER), json.dumps(self._options)] if self._options else ["-m", "kvoffd"]
         self._command = [*before, *(program or [sys.executable, *launcher])]
-        self._fork = fork and not (before or program or environ or manager)
+        self._fork = fork and not (before or program or environ)
         if watchdog_s:
             self._environ = {**self._environ, "WATCHDOG_USEC": str(round(watchdog_s * 1e6))}
         self._process: subprocess.Popen[bytes] | Forked | None = None
@@ -138,7 +138,7 @@ class DaemonProcess(Starting):
         with self.log_path.open("ab") as log:
             self._log_begins_at = log.tell()
             self._process = (
-                Forked(server, run_forked, arguments, options, environ, str(self.log_path))
+                Forked(server, run_forked, arguments, options, environ, str(self.log_path), fds=fds)
                 if self._fork
                 else subprocess.Popen(
                     command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=environ, pass_fds=fds

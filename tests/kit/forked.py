@@ -11,7 +11,7 @@ import select
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing import forkserver, reduction
 from typing import Any
@@ -29,11 +29,16 @@ class _Call:
 
 
 class Forked:
-    """A call of ``target``, whose result is the exit status, in a process as a subprocess.Popen is."""
+    """A call of ``target``, whose result is the exit status, in a process as a subprocess.Popen is.
 
-    def __init__(self, server: forkserver.ForkServer, target: Callable[..., int], *arguments: Any) -> None:
+    ``fds`` are descriptors for it: ``forkserver.get_inherited_fds`` returns them there.
+    """
+
+    def __init__(
+        self, server: forkserver.ForkServer, target: Callable[..., int], *arguments: Any, fds: Sequence[int] = ()
+    ) -> None:
         self.returncode: int | None = None
-        self._status, message = server.connect_to_new_process([])
+        self._status, message = server.connect_to_new_process(list(fds))
         with open(message, "wb") as pipe:
             for part in ({"sys_path": sys.path, "dir": os.getcwd()}, _Call(target, arguments)):
                 reduction.dump(part, pipe)

