@@ -96,7 +96,7 @@ class DaemonProcess(Starting):
         self._options = {name: value for name, value in options.items() if value}
         launcher = [str(LAUNCHER), json.dumps(self._options)] if self._options else ["-m", "kvoffd"]
         self._command = [*before, *(program or [sys.executable, *launcher])]
-        self._fork = fork and not (before or program or environ)
+        self._fork = fork and not (before or program)
         if watchdog_s:
             self._environ = {**self._environ, "WATCHDOG_USEC": str(round(watchdog_s * 1e6))}
         self._process: subprocess.Popen[bytes] | Forked | None = None
