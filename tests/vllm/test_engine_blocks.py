@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import warnings
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -98,9 +97,6 @@ def test_the_page_s_examples_read_keys_and_values(model: Path, capsys: pytest.Ca
     """In the first layer equal tokens have equal values, and keys of equal length that RoPE has turned."""
     import torch
 
-    with warnings.catch_warnings(action="ignore"):  # torch's, of a function that vLLM uses
-        from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
-
     page, shape, period = examples(), TINY_LLAMA, 7
     tokens_of_prompt = [100 + at % period for at in range(300)]
     with DaemonProcess("256MiB") as daemon, EngineProcess(model, daemon.directory, patient=True) as engine:
@@ -118,7 +114,8 @@ def test_the_page_s_examples_read_keys_and_values(model: Path, capsys: pytest.Ca
             of_keys, of_values = (torch.cat(parts, dim=1) for parts in zip(*pairs, strict=True))
             assert of_keys.shape == of_values.shape == (shape.kv_heads, len(keys) * block_tokens, shape.head_dim)
             assert of_values[:, period:].allclose(of_values[:, :-period], atol=1e-5)
-            assert _get_attn_isa(torch.float32, block_tokens, shape.head_dim) in ("vec", "vec16", "neon")
+            isa = engine.call("attention_isa", block_tokens=block_tokens, head_dim=shape.head_dim)
+            assert isa in ("vec", "vec16", "neon")
             assert of_keys[:, period:].norm(dim=-1).allclose(of_keys[:, :-period].norm(dim=-1), rtol=1e-4)
             assert not of_keys[:, period:].allclose(of_keys[:, :-period], rtol=1e-2), "RoPE"
         page["key_norms"](daemon.directory, label, keys, **view)
