@@ -366,18 +366,9 @@ def tokens_by_source(llm: Any, *, cached: bool) -> dict[str, float]:
     return {metric.labels["source"]: metric.value for metric in llm.get_metrics() if metric.name == name}
 
 
-def attention_isa(llm: Any, block_tokens: int, head_dim: int) -> str:
-    """The instructions with which vLLM computes attention in float32, by which the layout of keys is chosen."""
-    import torch
-    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
-
-    return str(_get_attn_isa(torch.float32, block_tokens, head_dim))
-
-
 COMMANDS = {
     "abort": abort,
     "abort_each": abort_each,
-    "attention_isa": attention_isa,
     "control_stream": control_stream,
     "embed": embed,
     "flip_weights": flip_weights,
