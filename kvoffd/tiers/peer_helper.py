@@ -338,7 +338,7 @@ class Helper:
                 began = time.perf_counter()
                 self._nixl.get_new_notifs()  # lets NIXL work
                 moved = time.perf_counter() - began > MOVED_S
-                if moved and (busy or call):  # the first call after a pause may take as long without a byte
+                if moved and (busy or waiting or call):  # without work the first call may take as long for nothing
                     self._busy_until = time.monotonic() + BUSY_AFTER_S
                 if self._transfers and self._end_transfers(now):
                     break

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import math
 import os
 import random
 import re
@@ -469,6 +470,37 @@ def test_an_id_that_a_peer_repeats_keeps_no_later_one_from_being_forgotten(monke
         helper._drop_expired(now)
         helper._requests(router)
     assert list(helper._lent_until) == [(b"route", 1)]
+
+
+class Stopped(Exception):
+    """Enough was seen."""
+
+
+@pytest.mark.parametrize("lent", [False, True])
+def test_a_helper_to_which_nothing_comes_calls_nixl_once_and_waits_for_a_message(
+    lent: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Shortly where something is lent: the peer may read it. It took a quarter of a CPU."""
+    monkeypatch.setattr(peer_helper, "MOVED_S", LONGER_THAN_A_TEST_S)
+    helper, pauses_ms = object.__new__(peer_helper.Helper), list[int]()
+    helper._lent_until = {(b"route", 1): math.inf} if lent else {}
+    helper._in_flight, helper._spent, helper._spent_since = {}, Counter(), math.inf
+    helper._transfers, helper._stuck_reads, helper._links, helper._peers = {}, 0, {}, []
+    helper._router = helper._router_events = None
+    helper._busy_until, helper._beat_at = 0.0, math.inf
+    helper._channel, helper._nixl = Mock(), Mock()
+
+    def poll(timeout_ms: int) -> list[tuple[object, int]]:
+        pauses_ms.append(timeout_ms)
+        if len(pauses_ms) > 3:
+            raise Stopped
+        return []
+
+    helper._poller = Mock(poll=poll)
+    with pytest.raises(Stopped):
+        helper.run()
+    assert pauses_ms == [peer_helper.WAITING_MS if lent else peer_helper.IDLE_MS] * 4
+    assert helper._nixl.get_new_notifs.call_count == 3
 
 
 def test_whole_shards_have_their_checksums_though_a_part_of_another_comes_before_them() -> None:
