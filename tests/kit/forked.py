@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from multiprocessing import forkserver, reduction
 from typing import Any
 
-
 LOOK_S = 1.0
 """Longest pause between two looks whether another thread has read the exit status."""
 
