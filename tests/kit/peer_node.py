@@ -77,7 +77,7 @@ class Node:
         children = Path(f"/proc/{self.daemon.pid}/task").glob("*/children")
         for child in " ".join(one.read_text() for one in children).split():
             try:
-                if b"peer_helper" in Path(f"/proc/{child}/cmdline").read_bytes():
+                if b"_helper" in Path(f"/proc/{child}/cmdline").read_bytes():
                     return int(child)
             except OSError:  # it has just ended
                 continue
