@@ -56,4 +56,4 @@ SUBPROCESS = SimpleNamespace(Popen=ForkedHelper, DEVNULL=subprocess.DEVNULL)
 
 def fork_helpers() -> None:
     """Have the daemon that this process becomes fork its helper."""
-    peer_process.subprocess = SUBPROCESS  # type: ignore[assignment]
+    peer_process.subprocess = SUBPROCESS  # type: ignore[assignment, attr-defined]
