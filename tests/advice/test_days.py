@@ -6,12 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.kit.amount import TIMES
-
 from .days import DAYS
 from .trial import try_day
 
-SIZE = 1000 if TIMES > 1 else 500
+SIZE = 1000
 EXPECTED = {
     "too_small": {"pool_too_small"},
     "too_large": {"pool_too_large"},
