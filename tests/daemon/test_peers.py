@@ -296,7 +296,9 @@ def test_a_peer_that_cannot_write_its_state_is_read_as_any_other(secret: Path, p
         (in_the_way := left.daemon.directory / "kvoffd.state.new").mkdir()
         with pytest.raises(RequestRefused, match=r"peer://\S+: The peer has not written the reset to its kvoffd.state"):
             right.clear_all_nodes()
-        for turn in range(1, 61):  # for six seconds, in which it is polled
+        until, turn = time.monotonic() + 6.0, 0  # in which it is polled
+        while time.monotonic() < until:
+            turn += 1
             time.sleep(0.1)
             for node, first in ((left, 1000 * turn), (good, 1000 * turn + 500)):
                 stored = node.store(first, turn)
