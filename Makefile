@@ -68,7 +68,7 @@ servers: ## install the servers and tools that tests start, from Debian (as root
 nightly: $(VENV)/.engine .cuda/.fetched .venv-routers/.built ## run what is too long for every change: longer tests, planted faults, chaos, seeds (hours)
 	TESTS_TIMES=5 $(BIN)/pytest -m 'nightly and not gpu' $(ARGS)
 	TESTS_TIMES=5 $(BIN)/pytest tests/cache tests/chaos tests/client tests/fuzz tests/pool tests/proto tests/sim \
-		tests/tiering tests/tiers tests/transfer -m 'not engine and $(HERE)'
+		tests/tiering tests/tiers tests/transfer tests/vllm -m 'not engine and $(HERE)'
 	TESTS_MODEL_RUNNER=v2 $(BIN)/pytest -m 'engine and not gpu' --ignore tests/demo \
 		--ignore tests/vllm/test_engine_v2.py --ignore tests/vllm/test_engine_rounds.py $(ARGS)
 	$(BIN)/python -m tests.sim.planted_at_the_door

@@ -33,17 +33,15 @@ DOOR = ("daemon", "cli", "faults", "chaos", "sim")
 HERE = Path(__file__).parent
 VLLM = HERE / "vllm"
 LONGEST = (
-    "tiers/test_peers.py",
     "daemon/test_peers.py",
-    "simulate/test_fleet.py",
     "daemon/test_fleet.py",
+    "tiers/test_peers.py",
+    "simulate/test_fleet.py",
     "daemon/test_shared.py",
     "daemon/test_neighbours.py",
     "tiers/test_shared_cluster.py",
     "simulate/test_simulate.py",
-    "advice/test_days.py",
     "tiers/test_shared_s3.py",
-    "tiers/test_disk_ends.py",
     "tiers/test_shared.py",
 )
 """Half a minute and more, each run by one process: they come first, so that none runs alone at the end."""

@@ -62,15 +62,16 @@ from kvoffd.tiers.peer_messages import (
 )
 from kvoffd.tiers.tier import READERS_NICE
 
-IDLE_MS, WORKING_S = 20, 0.00005
-"""Pauses between calls that let NIXL work. Its own thread would take a whole CPU (measured), even without work."""
+IDLE_MS, WAITING_MS, WORKING_S = 20, 1, 0.00005
+"""Pauses between calls that let NIXL work: without work, while something is lent or read and no byte comes, and with
+work. A message ends the first two. NIXL's own thread would take a whole CPU (measured), even without work."""
 CALLS_PER_TURN = 4
 """Such calls in a turn of the loop while there is work: looking for messages takes as long as several of them."""
 MOVED_S = 0.000015
 """A call that took longer moved bytes, and another one follows without a pause: at 256 KiB 0.94 of the speed of NIXL
 alone instead of 0.77. A call that finds nothing takes 2 µs."""
 BUSY_AFTER_S = 0.02
-"""Time after the last work for which the pauses stay short."""
+"""Time after the last message or byte for which the pauses stay short."""
 STUCK_S = 10.0
 """Time after which a read of a peer counts as stuck: its memory is free again once NIXL says how it ended. Until then a
 peer all of whose reads are stuck is asked nothing."""
@@ -85,7 +86,8 @@ MAX_PEERS, MAX_ASKED = 1024, 1024
 AT_ONCE = 64
 """Messages of one socket that are read before the others have their turn."""
 LEASE_S, MAX_LENT = 10.0, 65_536
-"""Time for which what was lent keeps the pauses short, unless it is returned, and limit of such requests."""
+"""Time for which what was lent keeps the pauses at ``WAITING_MS`` or less, unless it is returned, and limit of such
+requests."""
 HEARTBEAT_MS, LOST_MS = 3000, 4000
 """Interval at which the end that connected asks the other one for a sign of life, and time without one after which
 it takes the connection for lost."""
@@ -188,7 +190,7 @@ class Helper:
         """Connections of peers whose handshake failed."""
         self._links: dict[int, Link] = {}
         self._lent_until: dict[tuple[bytes, int], float] = {}
-        """Time until which what a request has borrowed, by its route and id, keeps the pauses short."""
+        """Time until which what a request has borrowed, by its route and id, counts as lent."""
         self._in_flight: dict[tuple[bytes, int], float] = {}
         """Time at which a request, by its route and id, counts as answered."""
         self._spent: Counter[bytes] = Counter()
@@ -201,7 +203,7 @@ class Helper:
         self._stuck = set[int]()
         """Peers that are asked nothing, because all of their reads are stuck."""
         self._stuck_reads = 0
-        """Reads of all peers that are stuck: for them alone the pauses are not short."""
+        """Reads of all peers that are stuck: they alone do not count as work."""
         self._agents: dict[int, Agent] = {}
         """Agents by the peer's number. A peer may have two: by its name in the settings, and by a request's address."""
         self._busy_until = self._beat_at = 0.0
@@ -314,8 +316,10 @@ class Helper:
                     print(f"The helper process for peers starts again, to use {', '.join(new)}.", file=sys.stderr)
                     return
             reading = len(self._transfers) > self._stuck_reads
-            busy = reading or bool(self._lent_until) or now < self._busy_until
-            ready = dict(self._poller.poll(0 if busy else IDLE_MS))
+            waiting = reading or bool(self._lent_until)
+            pause_ms = 0 if now < self._busy_until else WAITING_MS if waiting else IDLE_MS
+            if ready := dict(self._poller.poll(pause_ms)):
+                self._busy_until = time.monotonic() + BUSY_AFTER_S
             if fd in ready:
                 while select.select([fd], [], [], 0)[0]:
                     if not (data := self._channel.recv(MAX_MESSAGE_BYTES)):
@@ -331,16 +335,19 @@ class Helper:
                     self._answers(number, peer)
             if self._router is not None and self._router in ready:
                 self._requests(self._router)
-            for _ in range(CALLS_PER_TURN if busy else 1):
+            busy = now < self._busy_until
+            for call in range(CALLS_PER_TURN):
                 began = time.perf_counter()
                 self._nixl.get_new_notifs()  # lets NIXL work
                 moved = time.perf_counter() - began > MOVED_S
+                if moved and (busy or waiting or call):  # without work the first call may take as long for nothing
+                    self._busy_until = time.monotonic() + BUSY_AFTER_S
                 if self._transfers and self._end_transfers(now):
                     break
-                if busy and not moved:
+                if not moved:
+                    if not busy:
+                        break
                     time.sleep(WORKING_S)
-            if ready:
-                self._busy_until = now + BUSY_AFTER_S
 
     def _drop_expired(self, now: float) -> None:
         for table in (self._lent_until, self._in_flight):

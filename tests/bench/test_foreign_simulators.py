@@ -70,7 +70,7 @@ def tree_lru_hits(trace: RequestTrace, most: int) -> int:
 @pytest.mark.parametrize("load", ["chat", "agents"])
 @pytest.mark.parametrize("most", [20, 90])
 def test_with_its_prompt_last_the_replay_is_an_lru_of_prefixes(load: str, most: int) -> None:
-    trace = trace_of([*islice(LOADS[load](Traffic(1)), 150)])
+    trace = trace_of([*islice(LOADS[load](Traffic(1)), 100)])
     assert sum(own_hits(trace, most)) == replay(trace, "lru", most).hits
     assert sum(own_hits(trace, most)) <= sum(own_hits(trace, most, at_once=True)) <= tree_lru_hits(trace, most)
     assert sum(own_hits(trace, most, prompt_last=True)) == tree_lru_hits(trace, most)

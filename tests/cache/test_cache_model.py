@@ -690,11 +690,11 @@ class ArcMachine(CacheMachine):
 
 
 _SETTINGS = settings(
-    max_examples=30 * TIMES,
+    max_examples=12 * TIMES**2,
     derandomize=True,  # a red build is the change's fault
     stateful_step_count=50,
     phases=[Phase.explicit, Phase.reuse, Phase.generate],  # to shrink what fails takes minutes
 )
 TestCache, TestLearned, TestArc = CacheMachine.TestCase, LearnedMachine.TestCase, ArcMachine.TestCase
 TestCache.settings = _SETTINGS
-TestLearned.settings = TestArc.settings = settings(_SETTINGS, max_examples=8 * TIMES)
+TestLearned.settings = TestArc.settings = settings(_SETTINGS, max_examples=5 * TIMES**2)

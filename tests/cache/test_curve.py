@@ -161,7 +161,7 @@ def ratios_of(trace: RequestTrace, pool: int) -> dict[str, float]:
 
 
 def test_while_all_keys_are_watched_the_curve_is_that_of_an_lru() -> None:
-    trace = conversations(500, seed=1, spread=30)
+    trace = conversations(250, seed=1, spread=30)
     found = ratios_of(trace, 200)
     for size in SIZES:
         assert 100 * found[f"{size:g}"] == pytest.approx(replay(trace, "lru", round(200 * size)).hit_percent, abs=0.5)

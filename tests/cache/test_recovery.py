@@ -37,6 +37,7 @@ from kvoffd.pool.slot_table import (
 )
 from kvoffd.system.native import native
 from kvoffd_proto.messages import GroupSpec
+from tests.kit.amount import TIMES
 from tests.kit.slot_cache import CacheRig
 
 MIB = 1 << 20
@@ -358,7 +359,7 @@ def test_a_successor_may_be_killed_while_it_recovers() -> None:
         line += 1
 
 
-@settings(max_examples=100)
+@settings(max_examples=40 * TIMES**2)
 @given(st.binary(min_size=1, max_size=4000), st.integers(0, 2**31), st.booleans())
 def test_any_bytes_in_the_records_and_regions_are_survived(junk: bytes, seed: int, in_a_record: bool) -> None:
     """In a record of a block only that block is lost."""
@@ -370,7 +371,7 @@ def test_any_bytes_in_the_records_and_regions_are_survived(junk: bytes, seed: in
     check(pool, lambda fd: os.pwrite(fd, junk, at) and None)
 
 
-@settings(max_examples=60)
+@settings(max_examples=25 * TIMES**2)
 @given(st.lists(st.tuples(st.integers(0, 255), st.integers(8, 103), st.binary(min_size=1, max_size=8)), max_size=6))
 def test_wrong_records_with_right_checksums_are_survived(changes: list[tuple[int, int, bytes]]) -> None:
     """All but their generations, which distinguish a block from an earlier one with its key."""

@@ -57,6 +57,8 @@ BLOCKS = 8
 SIZE = BLOCKS * PAGE_BYTES
 ADD_SEALS, SHRINK = 1033, 0x0002  # fcntl(2)
 KEEP_SIZE, PUNCH_HOLE = 1, 2  # fallocate(2)
+PAUSE_S = 0.02
+"""Between two rounds of the neighbour, which otherwise takes half of a CPU."""
 MAX_BLOCKED_S = 5.0
 """The loop is never blocked for so long. Nothing here takes it more than some milliseconds."""
 
@@ -88,7 +90,7 @@ class Neighbour:
 
     def _run(self) -> None:
         try:
-            while not self._stopping.wait(0.002):
+            while not self._stopping.wait(PAUSE_S):
                 first = (1 << 40) + self.rounds % 4 * STEP
                 some = range(first, first + BLOCKS)
                 self._engine.put(some)

@@ -41,7 +41,9 @@ GOOD = {"disk": DISK, "store": STORE, "peer": PEER}
 LEAST = 0.95
 SLOW = 400_000
 """Bytes per second."""
-POOL, DEADLINE = "16MiB", "3s"
+PAUSE_S = 0.002
+"""Between two calls of a bad neighbour's engine: one that never pauses takes a CPU from the others' engines."""
+POOL, DISK_SIZE, DEADLINE = "16MiB", "16MiB", "3s"
 SPEC = NamespaceSpec.named("neighbours", groups=[GroupSpec("full_attention", 16)], page_bytes=PAGE_BYTES)
 
 
@@ -56,7 +58,7 @@ def filled_disks(truth: Truth, tmp_path_factory: pytest.TempPathFactory) -> Path
     place = tmp_path_factory.mktemp("disks")
     for name, first in (("good", DISK), ("bad", BAD_DISK)):
         (place / name).mkdir()
-        with DaemonProcess("8MiB", disk=f"{place / name}=64MiB", disk_write="always") as daemon:
+        with DaemonProcess("8MiB", disk=f"{place / name}={DISK_SIZE}", disk_write="always") as daemon:
             wait_disk(daemon)
             with engine_of(daemon, truth) as engine:
                 put_on_disk(daemon, engine, EVERY, first)
@@ -139,7 +141,7 @@ class World:
         self.daemon = DaemonProcess(
             POOL,
             faults=True,
-            disk=f"{place}/good=64MiB,{place}/bad=64MiB",
+            disk=f"{place}/good={DISK_SIZE},{place}/bad={DISK_SIZE}",
             shared=f"{self.link.url},{good_store.url}",
             peers=f"{self.bad_peer.address},{good_peer.address}",
             peer_secret_file=str(secret),
@@ -182,6 +184,7 @@ class World:
                 with suppress(RequestRefused):
                     engine.lookup(wanted, 1.0)
                     engine.release()
+                self._stopping.wait(PAUSE_S)
 
         self._run(look)
 
@@ -217,6 +220,7 @@ class World:
             while not self._stopping.is_set():
                 first = next(numbers)
                 engine.put(range(first, first + PROMPT))
+                self._stopping.wait(PAUSE_S)
 
         self._run(put)
 

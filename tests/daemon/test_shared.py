@@ -95,6 +95,21 @@ def server(module_server: RedisServer) -> RedisServer:
     return module_server
 
 
+@pytest.fixture(scope="module")
+def module_bucket() -> Iterator[S3Server]:
+    with S3Server() as running:
+        yield running
+
+
+@pytest.fixture
+def bucket(module_bucket: S3Server, monkeypatch: pytest.MonkeyPatch) -> S3Server:
+    """A server of S3, empty, that a test may kill if it starts it again."""
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "user")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    module_bucket.flush()
+    return module_bucket
+
+
 @pytest.fixture
 def own_server() -> Iterator[RedisServer]:
     with RedisServer() as running:
@@ -366,37 +381,34 @@ def test_a_lost_server_of_a_cluster_is_named() -> None:
         node.daemon.wait_log(f"{name} cannot be reached")
 
 
-def test_blocks_are_shared_over_s3(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_are_shared_over_s3(bucket: S3Server) -> None:
     """And a server that was killed and came back empty serves again."""
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "user")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
-    with S3Server() as server:
-        flags = {"shared_ask_deadline": "2s"}  # moto answers one request at a time
-        with StoreNode(server.url, **flags) as first, StoreNode(server.url, **flags) as second:
-            sums = first.store()
-            assert second.load(0) == sums
-            assert (second.shared.read_blocks, server.objects) == (BLOCKS, BLOCKS)
-            server.kill()
+    flags = {"shared_ask_deadline": "2s"}  # moto answers one request at a time
+    with StoreNode(bucket.url, **flags) as first, StoreNode(bucket.url, **flags) as second:
+        sums = first.store()
+        assert second.load(0) == sums
+        assert (second.shared.read_blocks, bucket.objects) == (BLOCKS, BLOCKS)
+        bucket.kill()
+        try:
             second.wait_unreachable()
             assert second.load(0) == sums, "from its pool"
-            server.start()
-            first.wait_up()
-            second.wait_up()
-            sums = first.store(seed=6, first=100)
-            assert second.load(first=100) == sums
+        finally:
+            bucket.start()
+        first.wait_up()
+        second.wait_up()
+        sums = first.store(seed=6, first=100)
+        assert second.load(first=100) == sums
 
 
-def test_objects_that_the_bucket_deleted_are_read_once_and_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_objects_that_the_bucket_deleted_are_read_once_and_computed(bucket: S3Server) -> None:
     """By a lifecycle rule, under a running daemon. S3 is not asked for each key, and promises one that is between."""
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "user")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
-    with S3Server() as server, StoreNode(server.url, shared_ask_deadline="2s") as node:
+    with StoreNode(bucket.url, shared_ask_deadline="2s") as node:
         sums = node.store()
         node.clear()
-        place = S3Store(BUCKET, endpoint=server.endpoint, region="us-east-1", client_options={"allow_http": True})
+        place = S3Store(BUCKET, endpoint=bucket.endpoint, region="us-east-1", client_options={"allow_http": True})
         gone = [KEYS[number].hex() for number in (3, 5)]
-        obstore.delete(place, [path for path in paths_in(server) if path.endswith(tuple(gone))])
-        assert server.objects == BLOCKS - 2
+        obstore.delete(place, [path for path in paths_in(bucket) if path.endswith(tuple(gone))])
+        assert bucket.objects == BLOCKS - 2
         # On a busy machine the lookup may end at the first of them, before the second is read.
         wait_until(lambda: node.engine.lookup(KEYS) == 3, explain=lambda: node.shared)
         found = node.shared.found_keys
@@ -407,7 +419,7 @@ def test_objects_that_the_bucket_deleted_are_read_once_and_computed(monkeypatch:
         assert node.shared.promotions_failed.keys() == {"gone"}
         assert node.shared.promotions_failed["gone"] <= 2, "each is read once"
         assert node.engine.store(KEYS, range(BLOCKS)).ok
-        wait_until(lambda: server.objects == BLOCKS)
+        wait_until(lambda: bucket.objects == BLOCKS)
         node.clear()
         assert node.load(0) == sums
 
@@ -418,18 +430,15 @@ def paths_in(server: S3Server) -> list[str]:
 
 @pytest.mark.parametrize("kind", ["disk", "redis", "s3"])
 def test_engines_that_want_one_block_at_once_have_it_read_once(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     """As ranks do whose shards are equal (MLA at tensor parallel 4), which are stored once."""
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "user")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
     with ExitStack() as stack:
         if kind == "disk":
             flags = {"disk": f"{tmp_path}=64MiB", "disk_write": "always"}
         else:
-            server: RedisServer | S3Server = RedisServer() if kind == "redis" else S3Server()
-            stack.enter_context(server)
-            flags = {"shared": server.url, "shared_write": "always", "shared_ask_deadline": "2s"}
+            url = request.getfixturevalue("server" if kind == "redis" else "bucket").url
+            flags = {"shared": url, "shared_write": "always", "shared_ask_deadline": "2s"}
         daemon = stack.enter_context(DaemonProcess("16MiB", **flags))
         ranks = [stack.enter_context(FakeEngine(daemon.directory, "mla", blocks=2 * BLOCKS)) for _ in range(4)]
         ranks[0].fill(range(BLOCKS), seed=1)

@@ -84,8 +84,10 @@ def of_annotations(pods: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("sidecar", [False, True])
-@pytest.mark.parametrize("was_up", [False, True])
+@pytest.mark.parametrize(
+    ("sidecar", "was_up"),
+    [(False, False), (True, True), *(pytest.param(one, not one, marks=pytest.mark.nightly) for one in (False, True))],
+)
 def test_a_daemon_that_is_down_is_noticed(tmp_path: Path, was_up: bool, sidecar: bool) -> None:
     require("prometheus", shutil.which("prometheus"), "prometheus is not installed")
     values: dict[str, Any] = {"podMonitor": {"enabled": True}, "prometheusRule": {"enabled": True}}

@@ -43,12 +43,14 @@ except HelmError as error:
 
 
 @cache
+def has_helm() -> bool:
+    words = [PYTHON, "-c", "import helm_python"]
+    return PYTHON.exists() and not subprocess.run(words, stderr=subprocess.DEVNULL).returncode
+
+
+@cache
 def helm(values: str) -> subprocess.CompletedProcess[str]:
-    there = (
-        PYTHON.exists()
-        and not subprocess.run([PYTHON, "-c", "import helm_python"], stderr=subprocess.DEVNULL).returncode
-    )
-    require("helm", there, "helm-python-sdk is not in .venv-servers")
+    require("helm", has_helm(), "helm-python-sdk is not in .venv-servers")
     return subprocess.run(
         [PYTHON, "-c", RENDER, CHART, values], capture_output=True, text=True, timeout=60, check=False
     )

@@ -11,7 +11,7 @@ from tests.fuzz.corpus import seeds
 from tests.fuzz.decoders import DECODERS
 from tests.kit.amount import TIMES
 
-quick = settings(max_examples=80 * TIMES, suppress_health_check=list(HealthCheck))
+quick = settings(max_examples=30 * TIMES**2, suppress_health_check=list(HealthCheck))
 changes = st.lists(st.tuples(st.integers(0, 2000), st.binary(max_size=4)), max_size=4)
 
 

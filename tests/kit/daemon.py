@@ -27,7 +27,10 @@ from .waiting import wait_until
 LAUNCHER = Path(__file__).with_name("launcher.py")
 POLICIES = "kvoffd.cache.arc", "kvoffd.cache.learned", "kvoffd.cache.lru"
 """Modules that every daemon imports while it starts."""
-_SERVER = fork_server("kvoffd.cli", "kvoffd.server.daemon", run_forked.__module__, *POLICIES)
+_IMPORTS = "kvoffd.cli", "kvoffd.server.daemon", run_forked.__module__, *POLICIES
+_SERVER = fork_server(*_IMPORTS)
+_SERVER_WITH_NIXL = fork_server(*_IMPORTS, f"{__package__}.forked_helper")
+"""For daemons with peers, which fork their helpers."""
 START_DEADLINE_S = 60.0
 STOP_DEADLINE_S = 180.0
 """Longer than any machine of CI has kept a process from its CPU: kernels report 53 s and more for their own threads."""
@@ -93,7 +96,7 @@ class DaemonProcess(Starting):
         self._options = {name: value for name, value in options.items() if value}
         launcher = [str(LAUNCHER), json.dumps(self._options)] if self._options else ["-m", "kvoffd"]
         self._command = [*before, *(program or [sys.executable, *launcher])]
-        self._fork = fork and not (before or program or environ or manager)
+        self._fork = fork and not (before or program)
         if watchdog_s:
             self._environ = {**self._environ, "WATCHDOG_USEC": str(round(watchdog_s * 1e6))}
         self._process: subprocess.Popen[bytes] | Forked | None = None
@@ -129,10 +132,13 @@ class DaemonProcess(Starting):
             if stored:
                 names = ":".join(name for name, _ in stored)
                 environ |= {"LISTEN_FDS": str(len(stored)), "LISTEN_FDNAMES": names}
+        has_peers = bool(self.flags.keys() & {"peers", "peer-listen"})
+        server = _SERVER_WITH_NIXL if has_peers else _SERVER
+        options = self._options | {"forks_helpers": has_peers}
         with self.log_path.open("ab") as log:
             self._log_begins_at = log.tell()
             self._process = (
-                Forked(_SERVER, run_forked, arguments, self._options, environ, str(self.log_path))
+                Forked(server, run_forked, arguments, options, environ, str(self.log_path), fds=fds)
                 if self._fork
                 else subprocess.Popen(
                     command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=environ, pass_fds=fds

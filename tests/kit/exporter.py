@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,11 @@ from kvoffd_client import SchedulerClient
 from kvoffd_client.session import Closing
 from kvoffd_proto.messages import GroupKeys
 
+from .exporter_main import run_forked
+from .forked import Forked, fork_server
+
 MAIN = Path(__file__).with_name("exporter_main.py")
+_SERVER = fork_server(run_forked.__module__)
 
 
 class Exporter(Closing):
@@ -42,13 +48,19 @@ class Exporter(Closing):
     ) -> None:
         self._jobs = itertools.count(1)
         arguments = [str(directory), library, kind, str(layers), str(blocks), str(page_bytes)]
-        self.process = subprocess.Popen(
-            [*under, sys.executable, str(MAIN), *arguments],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=None if environ is None else dict(environ),
-            text=True,
-        )
+        environ = dict(os.environ if environ is None else environ)
+        (commands, write), (read, answers) = os.pipe(), os.pipe()
+        self._commands, self._answers = os.fdopen(write, "w"), os.fdopen(read)
+        self.process: subprocess.Popen[bytes] | Forked
+        try:
+            if library and not under:  # over a stub: a process that uses a real driver begins anew
+                self.process = Forked(_SERVER, run_forked, arguments, environ, fds=(commands, answers))
+            else:
+                command = [*under, sys.executable, str(MAIN), *arguments]
+                self.process = subprocess.Popen(command, stdin=commands, stdout=answers, env=environ)
+        finally:
+            os.close(commands)
+            os.close(answers)
 
     def ask(self, command: str, **arguments: Any) -> dict[str, Any]:
         self.send(command, **arguments)
@@ -56,12 +68,12 @@ class Exporter(Closing):
 
     def send(self, command: str, **arguments: Any) -> None:
         """Have it do something and do not wait for its answer."""
-        self.process.stdin.write(json.dumps([command, arguments]) + "\n")
-        self.process.stdin.flush()
+        self._commands.write(json.dumps([command, arguments]) + "\n")
+        self._commands.flush()
 
     def answer(self) -> dict[str, Any]:
         """What it answers to what was sent first."""
-        line = self.process.stdout.readline()
+        line = self._answers.readline()
         assert line, f"the exporter ended with {self.process.wait(10)}"
         answer: dict[str, Any] = json.loads(line)
         return answer
@@ -103,6 +115,6 @@ class Exporter(Closing):
 
     def close(self) -> None:
         self.kill()
-        for stream in (self.process.stdin, self.process.stdout):
-            if stream is not None:
+        for stream in (self._commands, self._answers):
+            with suppress(BrokenPipeError):
                 stream.close()

@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -235,6 +236,19 @@ def main() -> None:
         name, arguments = json.loads(line)
         print(json.dumps(commands[name](**arguments)), flush=True)
     worker.close()
+
+
+def run_forked(arguments: list[str], environ: dict[str, str]) -> int:
+    """Be an exporter in a process that was forked for it with its input and output."""
+    for fd, standard in zip(forkserver.get_inherited_fds(), (0, 1), strict=True):
+        os.dup2(fd, standard)
+    os.closerange(3, 1 << 16)
+    sys.stdin, sys.stdout = os.fdopen(0), os.fdopen(1, "w")
+    os.environ.clear()
+    os.environ.update(environ)
+    sys.argv[1:] = arguments
+    main()
+    return 0
 
 
 if __name__ == "__main__":

@@ -39,6 +39,11 @@ def forked(target: Callable[..., None], arguments: tuple[Any, ...], *, v2: bool)
     return (_V2Process if v2 else FORKED.Process)(target=target, args=arguments)
 
 
+def server_with_vllm(*, v2: bool) -> forkserver.ForkServer:
+    """The server of such processes, for ``tests.kit.forked``."""
+    return _V2_SERVER if v2 else forkserver._forkserver  # type: ignore[attr-defined, no-any-return]
+
+
 def import_vllm(*, v2: bool) -> None:
     """Have the process begin to import vLLM that others are forked from, beside what else is done."""
     (_V2_SERVER if v2 else forkserver).ensure_running()

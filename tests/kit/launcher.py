@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import fcntl
 import json
 import logging
 import os
@@ -17,6 +18,7 @@ import threading
 import time
 from collections.abc import Sequence
 from functools import partial
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -173,6 +175,10 @@ def main(options: dict[str, Any]) -> None:
         release_slowly(float(seconds))
     if file := options.get("hosts"):
         replace_hosts(Path(file))
+    if options.get("forks_helpers"):
+        from .forked_helper import fork_helpers
+
+        fork_helpers()
     from kvoffd.cli import main as kvoffd
     from kvoffd.config import ServerLimits
 
@@ -185,9 +191,15 @@ def run_forked(arguments: list[str], options: dict[str, Any], environ: dict[str,
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     for output in (1, 2):
         os.dup2(os.open(log, os.O_WRONLY | os.O_APPEND), output)
-    os.closerange(3, 1 << 16)
+    # Descriptors of a service manager go where sd_listen_fds(3) has them.
+    kept = [fcntl.fcntl(fd, fcntl.F_DUPFD, 100) for fd in forkserver.get_inherited_fds()]
+    for place, fd in enumerate(kept, 3):
+        os.dup2(fd, place)
+    os.closerange(3 + len(kept), 1 << 16)
     os.environ.clear()
     os.environ.update(environ)
+    if kept:
+        os.environ["LISTEN_PID"] = str(os.getpid())
     sys.argv[1:] = arguments
     try:
         main(options)

@@ -16,6 +16,7 @@ from typing import Any, Self
 
 from .closing import Starting
 from .engine import ANSWER_DEADLINE_S, START_DEADLINE_S, STOP_DEADLINE_S, session_pids
+from .forked import Forked
 from .ports import free_port
 from .waiting import wait_until
 
@@ -39,7 +40,7 @@ class OpenAiServer(Starting):
             *(word for name, value in all_flags.items() for word in (f"--{name}", value) if word),
         ]
         self._environ = {**os.environ, **environ}
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: subprocess.Popen[bytes] | Forked | None = None
 
     @property
     def log(self) -> str:
@@ -58,16 +59,19 @@ class OpenAiServer(Starting):
     def launch(self) -> Self:
         """Start without waiting; nothing where it was launched before."""
         if self._process is None:
-            with self.log_path.open("ab") as log:
-                self._process = subprocess.Popen(
-                    self._command,
-                    stdout=log,
-                    stderr=log,
-                    stdin=subprocess.DEVNULL,
-                    env=self._environ,
-                    start_new_session=True,
-                )
+            self._process = self._begin()
         return self
+
+    def _begin(self) -> subprocess.Popen[bytes] | Forked:
+        with self.log_path.open("ab") as log:
+            return subprocess.Popen(
+                self._command,
+                stdout=log,
+                stderr=log,
+                stdin=subprocess.DEVNULL,
+                env=self._environ,
+                start_new_session=True,
+            )
 
     def wait_ready(self) -> Self:
         """Until it serves. Raises AssertionError with the end of its log when it does not."""
@@ -119,6 +123,7 @@ class OpenAiServer(Starting):
     def kill(self) -> None:
         """SIGKILL to all its processes. It can be started again."""
         if self._process is not None:
+            self._process.kill()  # it may have no session of its own yet
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait(STOP_DEADLINE_S)

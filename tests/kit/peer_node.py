@@ -73,11 +73,11 @@ class Node:
 
     @property
     def helper(self) -> int:
-        """Process id of its helper; 0 for none."""
+        """Process id of its helper; 0 for none. A forked one has its fork server's command line, which names it."""
         children = Path(f"/proc/{self.daemon.pid}/task").glob("*/children")
         for child in " ".join(one.read_text() for one in children).split():
             try:
-                if b"peer_helper" in Path(f"/proc/{child}/cmdline").read_bytes():
+                if b"_helper" in Path(f"/proc/{child}/cmdline").read_bytes():
                     return int(child)
             except OSError:  # it has just ended
                 continue

@@ -11,8 +11,8 @@ from typing import TypeVar
 T = TypeVar("T")
 
 DEADLINE_S = 30.0
-FIRST_INTERVAL_S, LONGEST_INTERVAL_S = 0.005, 0.05
-WAITED_SHARE = 0.05
+FIRST_INTERVAL_S, LONGEST_INTERVAL_S = 0.005, 0.1
+WAITED_SHARE = 0.1
 """Of the time that was waited, which passes until the next call: asking a daemon all the time takes a CPU from it."""
 LONGER_THAN_A_TEST_S = 3600.0
 """A deadline for calls that must return before it: one that waits for it ends by the time limit of its test."""

@@ -216,7 +216,7 @@ def test_a_turn_that_ended_before_the_beat_is_not_called_a_stop(
 
 
 def hold_the_interpreter() -> None:
-    sum(range(150_000_000))  # no other thread runs; longer than two stops of a host that is busy
+    sum(range(80_000_000))  # no other thread runs; longer than two stops of a host that is busy
 
 
 @pytest.mark.usefixtures("all_logged")

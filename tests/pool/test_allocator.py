@@ -127,7 +127,7 @@ class AllocatorMachine(RuleBasedStateMachine):
 
 
 TestAllocatorMachine = AllocatorMachine.TestCase
-TestAllocatorMachine.settings = settings(max_examples=20 * TIMES, stateful_step_count=30)
+TestAllocatorMachine.settings = settings(max_examples=10 * TIMES**2, stateful_step_count=30)
 
 
 def test_the_fullest_region_gives_first() -> None:
@@ -177,7 +177,7 @@ def test_pools_and_regions_that_fit_nothing_are_refused() -> None:
     shares=st.lists(st.integers(1, 256), min_size=1, max_size=6, unique=True),
     data=st.data(),
 )
-@settings(max_examples=60 * TIMES)
+@settings(max_examples=25 * TIMES**2)
 @pytest.mark.nightly
 def test_hardly_anything_is_free_at_the_first_eviction(pool_mib: int, shares: list[int], data: st.DataObject) -> None:
     """Of ``n`` slot sizes, ``n - 1`` leave a region free, and the pool's last region may be too short for any."""

@@ -28,7 +28,7 @@ EVENTS = (
 )
 """What has to happen in them, or the run would prove nothing."""
 PARTS = 4
-SAME = 5
+SAME = 2
 """So many seeds are run in another process too."""
 
 
@@ -78,7 +78,7 @@ def test_hanging_copies_hold_nothing_beyond_its_deadline() -> None:
     others = [kind for kind in KINDS if kind != "copy_hang"]
     hung = 0
     longest_lookup_s = longest_job_s = 0.0
-    for seed in range(4 + TIMES):
+    for seed in range(2 * TIMES):
         scenario = Scenario(seed, duration_s=14.0, max_requests=140, check_every=64, swarm=False).but(*others)
         outcome = run(scenario)
         assert outcome.problem is None
@@ -87,12 +87,12 @@ def test_hanging_copies_hold_nothing_beyond_its_deadline() -> None:
         longest_job_s = max(longest_job_s, outcome.longest_job_s)
         assert outcome.longest_job_s < job_end_bound_s(make_config(scenario.rng("config")))
     print(f"{hung} copies hung; longest lookup {longest_lookup_s:.3f} s, longest job {longest_job_s:.2f} s")
-    assert hung > 3
+    assert hung > 1
     assert longest_lookup_s <= OPTIONS.request_timeout_s <= ClientOptions().request_timeout_s == 2.0
 
 
 def test_without_faults_nothing_fails() -> None:
-    for seed in range(5 * TIMES):
+    for seed in range(2 * TIMES**2):
         outcome = run(Scenario(seed).but(*CHANCES, *TIMED))
         assert outcome.problem is None
         assert not [kind for kind in KINDS if outcome.counts[kind]]

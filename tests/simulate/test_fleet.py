@@ -31,7 +31,7 @@ from tests.kit.made_up_loads import Traffic, trace_of
 SPEEDS = Speeds(512.0, 100.0, 50.0, 20.0)
 """A block of 512 tokens takes 1 s to compute; one of 100 bytes 1 s to load, 2 s more from a disk, and 5 s from afar."""
 BLOCK_BYTES = 100
-CHAT = trace_of([*islice(Traffic(1).chat(20), 100)])
+CHAT = trace_of([*islice(Traffic(1).chat(20), 50)])
 
 
 def plan(nodes: int, route: Route = Route.ROUND_ROBIN) -> FleetPlan:
@@ -384,6 +384,7 @@ def test_the_memory_of_many_nodes_is_said_before(tmp_path: Path, capfd: pytest.C
     expected, taken = map(int, done.stdout.split())
     assert taken > 40 << 20, "40 nodes have a MiB each at least"
     assert 0.9 * taken < expected < 1.8 * taken
+    file.write_text("".join(json.dumps({"hash_ids": keys}) + "\n" for keys in islice(Traffic(1).chat(20), 20)))
     for nodes, is_said in ((31, False), (32, True)):
         words = [str(file), f"--nodes={nodes}", "--blocks=1,2", "--block-size=1MiB", "--route=session"]
         assert main(words) == 0

@@ -339,5 +339,5 @@ class TieringMachine(RuleBasedStateMachine):
 
 TestTiering = TieringMachine.TestCase
 TestTiering.settings = hypothesis_settings(
-    max_examples=40 * TIMES, stateful_step_count=40, suppress_health_check=list(HealthCheck)
+    max_examples=15 * TIMES**2, stateful_step_count=40, suppress_health_check=list(HealthCheck)
 )

@@ -6,6 +6,7 @@ import queue
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from enum import IntEnum
 from functools import partial
 from random import Random
@@ -22,6 +23,8 @@ from kvoffd.tiers.tier import Result, Tier
 from tests.kit.waiting import wait_until
 
 ONE, OTHER = b"1" * 32, b"2" * 32
+LOOK_S = 0.005
+"""Longest pause between two looks: most that is waited for is posted."""
 SLOT_BYTES = 1 << 20
 SLOTS = 24
 SHARDS: dict[tuple[int, ...], list[bytes]] = {}
@@ -95,9 +98,13 @@ class SharedRig:
             self.tier.tick()
             while not self._posted.empty():
                 self._posted.get()()
-            return condition()
+            if condition():
+                return True
+            with suppress(queue.Empty):
+                self._posted.get(timeout=LOOK_S)()
+            return False
 
-        wait_until(delivered, deadline_s, explain=lambda: (self.kinds, self.tier.counters), interval_s=0.001)
+        wait_until(delivered, deadline_s, explain=lambda: (self.kinds, self.tier.counters), interval_s=0.0)
 
     def reachable(self) -> SharedRig:
         self.until(lambda: self.tier.available())

@@ -719,7 +719,7 @@ def test_lifetime_bytes_and_age_outlive_a_kill(rig: DiskRig, fails: bool) -> Non
 
 
 def test_whatever_happens_bytes_are_right() -> None:
-    for seed in range(15 * TIMES):
+    for seed in range(6 * TIMES**2):
         with case(seed):
             live(Random(seed))
 

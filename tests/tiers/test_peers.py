@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import math
 import os
 import random
 import re
@@ -64,42 +65,19 @@ from tests.kit.require import require_nixl
 from tests.kit.waiting import LONGER_THAN_A_TEST_S, wait_until
 
 SIZE, BLOCKS = 64 * 4700, 24
-KILLS, SEED = 10 * TIMES, int(os.environ.get("TESTS_SEED", "1"))
+KILLS, SEED = 5 * TIMES**2, int(os.environ.get("TESTS_SEED", "1"))
 SECRET = b"a secret of tests"
 PATIENCE_S = 20.0
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
-
-
-class Forked:
-    """A helper that is forked from the test, which has imported NIXL: it starts in a fraction of the time."""
-
-    def __init__(self, command: Sequence[str], pass_fds: Sequence[int], stdin: int) -> None:
-        self.pid = os.fork()
-        if self.pid:
-            return
-        try:
-            for fd in map(int, os.listdir("/proc/self/fd")):
-                if fd > 2 and fd not in pass_fds:
-                    with suppress(OSError):
-                        os.close(fd)
-            sys.argv = list(command[-2:])
-            peer_helper.main()
-        finally:
-            os._exit(1)
-
-    def kill(self) -> None:
-        os.kill(self.pid, signal.SIGKILL)
-
-    def wait(self) -> int:
-        return os.waitpid(self.pid, 0)[1]
 
 
 @pytest.fixture(autouse=True)
 def nixl(monkeypatch: pytest.MonkeyPatch) -> None:
     require_nixl()
     monkeypatch.setenv("UCX_TLS", "tcp")
-    importlib.import_module("nixl_cu12")
-    monkeypatch.setattr(peer_process, "subprocess", SimpleNamespace(Popen=Forked, DEVNULL=subprocess.DEVNULL))
+    from tests.kit.forked_helper import SUBPROCESS
+
+    monkeypatch.setattr(peer_process, "subprocess", SUBPROCESS)
 
 
 @pytest.fixture
@@ -111,18 +89,18 @@ def cold(nixl: None, monkeypatch: pytest.MonkeyPatch) -> None:
 class Lender:
     """A node whose n-th key is its n-th block, or which lies as a test says."""
 
-    def __init__(self, port: int = 0, size: int = SIZE) -> None:
+    def __init__(self, port: int = 0, size: int = SIZE, blocks: int = BLOCKS) -> None:
         self.port, self.size, self.mutes = port or free_port(), size, False
-        self.memory = PoolMemory.create(BLOCKS * size, "lender")
-        data = np.random.default_rng(size).integers(0, 256, BLOCKS * size, np.uint8)
+        self.memory = PoolMemory.create(blocks * size, "lender")
+        data = np.random.default_rng(size).integers(0, 256, blocks * size, np.uint8)
         self.memory.buffer[:] = data.tobytes()
-        self.offsets = [n * size for n in range(BLOCKS)]
-        self.sums = [digest(self.block(n)) for n in range(BLOCKS)]
+        self.offsets = [n * size for n in range(blocks)]
+        self.sums = [digest(self.block(n)) for n in range(blocks)]
         self.seconds = 10.0
         self.raw: bytes | None = None
         self.lent: set[int] = set()
         settings = HelperSettings([], f"127.0.0.1:{self.port}", SECRET)
-        self.helper = PeerHelper(settings, (self.memory.fd, 0, BLOCKS * size), self.answer, self.lent.clear)
+        self.helper = PeerHelper(settings, (self.memory.fd, 0, blocks * size), self.answer, self.lent.clear)
 
     def block(self, number: int) -> memoryview:
         return self.memory.buffer[number * self.size : (number + 1) * self.size]
@@ -294,12 +272,12 @@ def test_blocks_come_byte_for_byte_with_their_checksums(cold: None, lender: Lend
     wait_until(lambda: not lender.lent)
 
 
-@pytest.mark.parametrize("size", [16, 240, 5000, 65_536, 9_000_001])
-def test_blocks_of_every_size(nixl: None, size: int) -> None:
-    lender = Lender(size=size)
+@pytest.mark.parametrize(("size", "blocks"), [(16, 24), (240, 24), (5000, 24), (65_536, 24), (9_000_001, 4)])
+def test_blocks_of_every_size(nixl: None, size: int, blocks: int) -> None:
+    lender = Lender(size=size, blocks=blocks)
     reader = Reader(lender.port).reachable()
-    reader.pool = memoryview(bytearray(BLOCKS * size))
-    found = reader.get(*range(BLOCKS), size=size)
+    reader.pool = memoryview(bytearray(blocks * size))
+    found = reader.get(*range(blocks), size=size)
     assert reader.pool == lender.memory.buffer
     # Those that are short, or came in parts, are left to the caller: see Received.
     assert all(one.checksums[0] in (0, total) for one, total in zip(found, lender.sums, strict=True))
@@ -492,6 +470,37 @@ def test_an_id_that_a_peer_repeats_keeps_no_later_one_from_being_forgotten(monke
         helper._drop_expired(now)
         helper._requests(router)
     assert list(helper._lent_until) == [(b"route", 1)]
+
+
+class Stopped(Exception):
+    """Enough was seen."""
+
+
+@pytest.mark.parametrize("lent", [False, True])
+def test_a_helper_to_which_nothing_comes_calls_nixl_once_and_waits_for_a_message(
+    lent: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Shortly where something is lent: the peer may read it. It took a quarter of a CPU."""
+    monkeypatch.setattr(peer_helper, "MOVED_S", LONGER_THAN_A_TEST_S)
+    helper, pauses_ms = object.__new__(peer_helper.Helper), list[int]()
+    helper._lent_until = {(b"route", 1): math.inf} if lent else {}
+    helper._in_flight, helper._spent, helper._spent_since = {}, Counter(), math.inf
+    helper._transfers, helper._stuck_reads, helper._links, helper._peers = {}, 0, {}, []
+    helper._router = helper._router_events = None
+    helper._busy_until, helper._beat_at = 0.0, math.inf
+    helper._channel, helper._nixl = Mock(), Mock()
+
+    def poll(timeout_ms: int) -> list[tuple[object, int]]:
+        pauses_ms.append(timeout_ms)
+        if len(pauses_ms) > 3:
+            raise Stopped
+        return []
+
+    helper._poller = Mock(poll=poll)
+    with pytest.raises(Stopped):
+        helper.run()
+    assert pauses_ms == [peer_helper.WAITING_MS if lent else peer_helper.IDLE_MS] * 4
+    assert helper._nixl.get_new_notifs.call_count == 3
 
 
 def test_whole_shards_have_their_checksums_though_a_part_of_another_comes_before_them() -> None:

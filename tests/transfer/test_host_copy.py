@@ -105,7 +105,7 @@ def test_a_slot_of_any_length_has_the_checksum_of_the_library(library: Native) -
         assert buffers.pool.tobytes() == buffers.expected([(0, 5, length)])
 
 
-@settings(max_examples=60 * TIMES, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
+@settings(max_examples=30 * TIMES**2, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_slots_are_filled_in_pieces_of_any_size(library: Native, data: st.DataObject) -> None:
     lengths = data.draw(st.lists(st.integers(1, 5 * BLOCK), min_size=1, max_size=4), "lengths")

@@ -118,7 +118,7 @@ def jobs(draw: st.DrawFn) -> Job:
     return Job(tensors, page_refs, blocks_per_key, ids, first_block, slots, chosen, end, keys * slot)
 
 
-@settings(max_examples=120 * TIMES)
+@settings(max_examples=50 * TIMES**2)
 @given(job=jobs(), direction=st.sampled_from(Direction))
 def test_a_plan_copies_what_the_reference_does(job: Job, direction: Direction) -> None:
     def run(how: str) -> tuple[bytes, bytes, int]:

@@ -1,17 +1,24 @@
-"""``vllm serve`` with the connector, in a process group of its own, started as users start it."""
+"""``vllm serve`` with the connector, in a process group of its own; every night it is started as users start it."""
 
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from tests.kit import runner_v2
+from tests.kit.amount import TIMES
 from tests.kit.engine import BLOCK_TOKENS, ENGINE_ENVIRON, Completion, connector_config
+from tests.kit.fork_servers import server_with_vllm
+from tests.kit.forked import Forked
+from tests.kit.forked_server import serve
 from tests.kit.openai_server import OpenAiServer
 
 MODEL = "tiny"
+PROGRAM = sys.executable, "-m", "tests.kit.server_main"
 
 
 class EngineServer(OpenAiServer):
@@ -42,7 +49,14 @@ class EngineServer(OpenAiServer):
             "VLLM_SERVER_DEV_MODE": "1",  # for /reset_prefix_cache and /collective_rpc
             "TORCH_COMPILE_DISABLE": "1",
         }
-        super().__init__([sys.executable, "-m", "tests.kit.server_main"], flags, environ)
+        super().__init__(PROGRAM, flags, environ)
+
+    def _begin(self) -> subprocess.Popen[bytes] | Forked:
+        if TIMES > 1:
+            return super()._begin()
+        self.log_path.touch()
+        given = self._command[len(PROGRAM) :], self._environ, str(self.log_path)
+        return Forked(server_with_vllm(v2=runner_v2.wanted()), serve, *given)
 
     def complete(self, tokens: list[int], max_tokens: int = 8, **params: Any) -> Completion:
         """Complete one prompt with these ``kv_transfer_params``."""

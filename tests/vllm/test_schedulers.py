@@ -275,11 +275,11 @@ def test_each_prompt_that_fits_is_computed_though_drafts_need_blocks_beside_a_lo
         assert engine.scheduler.reset_prefix_cache()
         return bool(computed)
 
-    for tokens in range(BLOCK_TOKENS - 1, BLOCKS * BLOCK_TOKENS, 5):
+    for tokens in range(BLOCK_TOKENS - 1, BLOCKS * BLOCK_TOKENS, 11):
         prompt = Random(tokens).choices(range(1000), k=tokens)
         alone = is_computed(f"{tokens} alone", prompt, there=False)
         assert is_computed(f"{tokens} there", prompt, there=True) or not alone, tokens
-    assert len(engine.loaded) > 25
+    assert len(engine.loaded) > 11
     engine.close()
 
 

@@ -565,7 +565,7 @@ def test_a_long_prompt_waits_for_a_load_no_longer_than_computing_takes(make: Mak
     engine.end([hangs, long], 100)
 
 
-@pytest.mark.parametrize("seed", range(20 * TIMES))
+@pytest.mark.parametrize("seed", range(10 * TIMES))
 @pytest.mark.parametrize("groups", [(FULL,), (FULL, WINDOW)], ids=["full", "window"])
 def test_two_requests_of_half_the_kv_cache_each_and_inverted_priorities_end(make: Make, groups: Any, seed: int) -> None:
     """The less urgent one came first. Either may be loading, hold its blocks, or need more than are free."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import os
+from copy import deepcopy
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -19,10 +22,23 @@ from vllm.v1.structured_output import StructuredOutputManager
 HEADS = {"num_kv_heads": 4, "head_size": 32, "dtype": torch.float32}
 
 
+_made: dict[str, Any] = {}
+"""By model, arguments and environment, the configurations that were made: one takes many times as long as a copy."""
+
+
+def _engine_config(model: Path, settings: dict[str, Any]) -> Any:
+    environ = sorted((name, text) for name, text in os.environ.items() if name.startswith("VLLM_"))
+    written_at = (model / "config.json").stat().st_mtime_ns
+    key = json.dumps([str(model), written_at, settings, environ], sort_keys=True, default=str)
+    if key not in _made:
+        _made[key] = EngineArgs(model=str(model), **settings).create_engine_config()
+    return deepcopy(_made[key])
+
+
 def make_config(model: Path, extra_config: dict[str, Any] | None = None, **arguments: Any) -> Any:
     """A VllmConfig with the connector in it."""
     settings = {"dtype": "float32", "block_size": 32, "enforce_eager": True, "skip_tokenizer_init": True, **arguments}
-    config = EngineArgs(model=str(model), **settings).create_engine_config()
+    config = _engine_config(model, settings)
     config.kv_transfer_config = KVTransferConfig(
         kv_connector="KvoffdConnector", kv_role="kv_both", kv_connector_extra_config=extra_config or {}
     )

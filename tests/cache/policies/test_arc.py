@@ -13,6 +13,7 @@ from kvoffd.cache.namespace import Group, Namespace
 from kvoffd.cache.policies import make_policy
 from kvoffd.cache.policy import Chain
 from kvoffd_proto.messages import GroupSpec
+from tests.kit.amount import TIMES
 from tests.kit.slot_cache import keys_of
 
 BLOCK_BYTES = 1 << 20
@@ -120,7 +121,7 @@ def requests(seed: int) -> list[list[int]]:
     return made
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(3 * TIMES))
 @pytest.mark.parametrize("step", [1, 4, 16])
 @pytest.mark.parametrize("size", [60, 200, 1000])
 def test_a_store_of_several_blocks_evicts_what_as_many_stores_of_one_would(size: int, step: int, seed: int) -> None:

@@ -102,7 +102,7 @@ steps = st.one_of(
 )
 
 
-@settings(max_examples=50 * TIMES)
+@settings(max_examples=20 * TIMES**2)
 @given(st.lists(steps, max_size=60))
 def test_its_books_are_right_after_any_requests(order: list[tuple[str, list[int], int]]) -> None:
     rig = learned_rig(24, 8)
