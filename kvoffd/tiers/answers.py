@@ -190,7 +190,7 @@ class Ask(Question):
         except Exception as error:
             asker.report(error, "ask")
             return None
-        asker.breaker.succeeded("ask", is_slow=is_slow)
+        asker.answered(is_slow=is_slow)
         found += [False] * (len(self.keys) - len(found))
         return Answer(asker.clock() - started, generation, found)
 

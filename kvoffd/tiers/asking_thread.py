@@ -9,6 +9,7 @@ from typing import Any
 
 from kvoffd.tiers.block_threads import NO_ANSWER, StoreThread
 from kvoffd.tiers.store import UNKEPT, StoreError
+from kvoffd_proto.units import format_duration
 
 ASK_PATIENCE_S = 0.08
 """Time after an ask's deadline, at which an answer is late enough to count as a failure, until its connection is
@@ -49,6 +50,15 @@ class AskingThread(StoreThread):
     def raising(self) -> str:
         """Kind of work that raising a generation is: for a peer, which is only read, none that it could refuse."""
         return "" if self.store.follows else "write"
+
+    def answered(self, *, is_slow: bool) -> None:
+        """Count an answer; a slow one as a failure, of which operators hear once it opens the breaker."""
+        if not is_slow:
+            self.breaker.succeeded("ask")
+        elif self.breaker.failed("ask"):
+            limit = format_duration(self.tier.ask_deadline_s)
+            why = f"{self.tier.name} answers later than {limit}, the setting shared_ask_deadline, time after time."
+            self.report(StoreError("timeout", why))
 
     def give_back(self, fingerprint: bytes, theirs: int, ours: int, deadline: float) -> None:
         """Raise the generation of a store that lost it, so that no node reads blocks of the older one again."""

@@ -205,7 +205,7 @@ class Poll(Question):
         except Exception as error:
             asker.report(error, "ask")
             return None
-        asker.breaker.succeeded("ask", is_slow=asker.clock() - began > asker.tier.ask_deadline_s)
+        asker.answered(is_slow=asker.clock() - began > asker.tier.ask_deadline_s)
         each = zip(self.fingerprints, ours, theirs, strict=True)
         return PollAnswer(seconds, [self._agree(asker, *one, until) for one in each])
 

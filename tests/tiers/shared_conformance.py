@@ -274,6 +274,7 @@ class FaultConformance:
             assert rig.ask(rig.block(10 + asked)) != [Answer.YES]
             asked += 1
         assert asked >= MAX_FAILURES
+        rig.until(lambda: bool(rig.tier.health.problem))
         rig.question([b"k" * 32], prefix=True, fingerprint=ONE, length=5000)
         assert rig.answers(ONE, [b"k" * 32]) == [Answer.UNKNOWN], "an open breaker asks nothing"
         double.delay_s = 0.0
