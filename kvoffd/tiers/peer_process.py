@@ -47,7 +47,7 @@ from kvoffd.tiers.peer_messages import (
     frame,
     parsed,
 )
-from kvoffd.tiers.store import StoreError
+from kvoffd.tiers.store import StoreError, StoreFault
 from kvoffd_proto.build import program
 from kvoffd_proto.errors import ErrorCode
 
@@ -168,7 +168,7 @@ class PeerHelper:
             self._start_ended.wait(max(0.0, self._began + START_S - time.monotonic()))
         if not self.up:
             why = self.problem or "The helper process for peers has not started yet."
-            raise StoreError("helper", why, final=True)
+            raise StoreError(StoreFault.HELPER, why)
 
     def send(self, data: bytes, timeout_s: float = 0.0) -> bool:
         """Send a frame; return False if the helper does not accept it in time."""
@@ -224,15 +224,16 @@ class PeerHelper:
             with self._lock:
                 self._reads.pop(call.ident, None)
             self.end(call)
-            raise StoreError("helper", self.problem or "The helper process for peers hangs.", final=True)
+            raise StoreError(StoreFault.HELPER, self.problem or "The helper process for peers hangs.")
         return call
 
     def wait(self, call: PeerCall, deadline: float) -> bytes:
         """Return the answer. Raises StoreError."""
         if not call.ended.wait(max(0.0, deadline - time.monotonic())):
-            raise StoreError("timeout", "The peer did not answer in time.")
+            raise StoreError(StoreFault.TIMEOUT, "The peer did not answer in time.")
         if call.reply is None:
-            raise StoreError("unreachable" if call.kind in (FIND, FOLLOW) else "disconnected", call.problem)
+            kind = StoreFault.UNREACHABLE if call.kind in (FIND, FOLLOW) else StoreFault.DISCONNECTED
+            raise StoreError(kind, call.problem, is_lasting=False)
         return call.reply
 
     def end(self, call: PeerCall) -> None:

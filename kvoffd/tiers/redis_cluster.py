@@ -30,6 +30,7 @@ from kvoffd.tiers.store import (
     Servers,
     Store,
     StoreError,
+    StoreFault,
     StoreUsage,
     name_of,
 )
@@ -53,9 +54,6 @@ COPIES, NEEDED_COPIES = 3, 2
 REMEMBERED_NAMES = 1024
 
 NO_SLOTS = "make a cluster of the servers (redis-cli --cluster create), or name one that is in it."
-
-SKIPPED_AFTER = ("timeout", "disconnected", "unreachable", "credentials", "busy")
-"""Kinds of errors after which a master is skipped for a while."""
 
 Address = tuple[str, int]
 
@@ -160,7 +158,7 @@ class RedisCluster(Store):
         if not (up := self._reachable(until)):
             self._owners = []
             why = f"No master of the cluster at {self._name} answers.{self._why()}"
-            raise StoreError("unreachable", why, final=True)
+            raise StoreError(StoreFault.UNREACHABLE, why)
         return up
 
     @property
@@ -226,13 +224,12 @@ class RedisCluster(Store):
                 node.connect_within(self._least_s if address in self._down_until else CONNECT_S)
                 masters = masters_of(node.cluster_slots(time.monotonic() + CONNECT_S), address)
                 if not masters:
-                    raise StoreError(
-                        "cluster", f"{name_of(address)} knows no master with slots: {NO_SLOTS}", final=True
-                    )
+                    raise StoreError(StoreFault.CLUSTER, f"{name_of(address)} knows no master with slots: {NO_SLOTS}")
             except (StoreError, ValueError) as error:
                 node.close()
                 self._unhelpful[address] = time.monotonic()
-                failure = error if isinstance(error, StoreError) else StoreError("protocol", f"{self._name}: {error}.")
+                why = f"{self._name}: {error}."
+                failure = error if isinstance(error, StoreError) else StoreError(StoreFault.PROTOCOL, why)
                 continue
             self._unhelpful.clear()
             self._use(masters, {**self._nodes, address: node})
@@ -306,7 +303,7 @@ class RedisCluster(Store):
         try:
             numbers, _ = self._ask_all([], deadline, [name for one in fingerprints for name in copies_of(one)])
         except StoreError as error:
-            if error.kind != "generation":
+            if error.kind is not StoreFault.GENERATION:
                 raise
             self.connect()
             return super().generations(fingerprints, deadline)  # one of them has no number
@@ -330,7 +327,7 @@ class RedisCluster(Store):
             try:
                 self._raise_copies(numbers, generation, deadline)
             except StoreError as error:
-                if error.kind in SKIPPED_AFTER:
+                if error.kind.skips_server:
                     raise
                 self._raise_at = time.monotonic() + RAISE_PAUSE_S  # a node with write permission does it
         return generation
@@ -430,8 +427,8 @@ class RedisCluster(Store):
             elif not sends_only:
                 self._answered(address)
         except StoreError as error:
-            is_skipped = skips_busy and error.kind == "busy"
-            if error.kind in SKIPPED_AFTER:
+            is_skipped = skips_busy and error.kind is StoreFault.BUSY
+            if error.kind.skips_server:
                 self._pause(address, error, is_skipped=is_skipped)
             if not is_skipped:
                 self.close()
@@ -444,7 +441,7 @@ class RedisCluster(Store):
 
     def _too_few(self) -> StoreError:
         why = f"Too many masters of the cluster at {self._name} cannot be used.{self._why()}"
-        return StoreError("unreachable", why)
+        return StoreError(StoreFault.UNREACHABLE, why, is_lasting=False)
 
     def _raise_copies(self, numbers: Mapping[bytes, int], generation: int, deadline: float) -> list[int]:
         """Raise copies of a generation from these numbers to at least ``generation``; return their numbers then."""

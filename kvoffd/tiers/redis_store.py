@@ -24,6 +24,7 @@ from kvoffd.tiers.store import (
     Servers,
     Store,
     StoreError,
+    StoreFault,
     StoreUsage,
     name_of,
 )
@@ -148,7 +149,7 @@ class Redis(Store):
                 try:
                     found.append(self.generation_answer(name, deadline) or 0)
                 except StoreError as error:
-                    if error.kind != "generation":
+                    if error.kind is not StoreFault.GENERATION:
                         raise
                     found.append(error)
                     break
@@ -375,24 +376,24 @@ class Redis(Store):
         name, text = self._name, self._quoted(line[1:])
         match refusal:
             case Refusal.BUSY:
-                return StoreError("busy", f"{name} is busy and answers: {text.rstrip('.')}.")
+                return StoreError(StoreFault.BUSY, f"{name} is busy and answers: {text.rstrip('.')}.")
             case Refusal.FORBIDDEN:
                 why = f"{name} does not permit this user to do that ({text}); it needs {NEEDED_COMMANDS}."
-                return StoreError("forbidden", why, final=True)
+                return StoreError(StoreFault.FORBIDDEN, why)
             case Refusal.REPLICA:
                 cure = "The name is resolved again before the next write, as after a failover; else name its primary."
-                return StoreError("refused", f"{name} is a read-only replica ({text.rstrip('.')}). {cure}")
+                return StoreError(StoreFault.REFUSED, f"{name} is a read-only replica ({text.rstrip('.')}). {cure}")
             case Refusal.LOGIN:
                 why = f"{name} refuses the login ({text}); see shared_password_file, which is read at the start."
-                return StoreError("credentials", why, final=True)
+                return StoreError(StoreFault.CREDENTIALS, why)
             case Refusal.DOWN:
                 why = "some slots have no master; repair it, or set cluster-require-full-coverage no."
-                return StoreError("cluster", f"The cluster of {name} is down ({text}): {why}")
+                return StoreError(StoreFault.CLUSTER, f"The cluster of {name} is down ({text}): {why}")
             case Refusal.MOVED | Refusal.MOVING | Refusal.CROSS_SLOT:
                 why = f"{name} is in a cluster: name it redis+cluster://, or it changed ({text})."
-                return StoreError("cluster", why)
+                return StoreError(StoreFault.CLUSTER, why)
         hint = " Name it redis://." if "cluster support disabled" in text else ""
-        return StoreError("refused", f"{name} answers: {text.rstrip('.')}.{hint}")
+        return StoreError(StoreFault.REFUSED, f"{name} answers: {text.rstrip('.')}.{hint}")
 
     def _quoted(self, line: bytes) -> str:
         """Return a server's text for the log, without the password, which an error about AUTH repeats in part."""

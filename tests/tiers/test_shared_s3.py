@@ -119,7 +119,6 @@ def rig(bucket: FaultyBucket) -> SharedRig:
 
 class TestDouble(FaultConformance):
     slow_s = 0.5
-    cut = "unreachable"
     refusals = (
         ((403, "QuotaExceeded"), "full", ""),
         ((507, "XMinioStorageFull"), "full", ""),
