@@ -202,9 +202,8 @@ class Poll(Question):
             ours = list(map(asker.tier.generations.fleet, self.fingerprints))
             theirs = asker.store.generations(self.fingerprints, until)
             if len(theirs) != (wanted := len(self.fingerprints)):
-                raise StoreError(
-                    StoreFault.PROTOCOL, f"{wanted} generations were requested, but {len(theirs)} answered."
-                )
+                why = f"{wanted} generations were requested, but {len(theirs)} answered."
+                raise StoreError(StoreFault.PROTOCOL, why)
             seconds = asker.clock() - started
         except Exception as error:
             asker.report(error, "ask")

@@ -151,9 +151,8 @@ def decode_raised(reply: bytes, generation: int) -> int:
     all earlier blocks for good."""
     ((raised, is_kept),) = decode_followed(reply, 1)
     if raised < generation:
-        raise StoreError(
-            StoreFault.BUSY, "The peer has too many resets to follow; it lends nothing of this namespace yet."
-        )
+        why = "The peer has too many resets to follow; it lends nothing of this namespace yet."
+        raise StoreError(StoreFault.BUSY, why)
     if not is_kept:
         why = "The peer has not written the reset to its kvoffd.state yet: a kill there may bring blocks back."
         raise StoreError(StoreFault.UNKEPT, why)

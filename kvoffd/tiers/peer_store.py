@@ -122,9 +122,8 @@ class PeerStore(Store):
                 if answered:
                     give_up_at = time.monotonic() + patience_s
                 elif time.monotonic() >= give_up_at:
-                    raise StoreError(
-                        StoreFault.BUSY, "The peer lends no more blocks now: it has lent as many as it may."
-                    )
+                    why = "The peer lends no more blocks now: it has lent as many as it may."
+                    raise StoreError(StoreFault.BUSY, why)
                 else:
                     time.sleep(BUSY_S)
 
@@ -149,9 +148,8 @@ class PeerStore(Store):
                 while any(piece.missing_bytes for piece in pieces):
                     reading.land_next(min(until, time.monotonic() + patience_s))
                     if time.monotonic() >= until:
-                        raise StoreError(
-                            StoreFault.TIMEOUT, "The peer's blocks came too late: they may have been overwritten."
-                        )
+                        why = "The peer's blocks came too late: they may have been overwritten."
+                        raise StoreError(StoreFault.TIMEOUT, why)
                 block = Block(request.group, request.key, tuple(place.first_blocks), tuple(place.checksums))
                 yield Received(block, [piece.checksum for piece in pieces])
         finally:
