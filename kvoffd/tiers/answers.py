@@ -190,7 +190,10 @@ class Ask(Question):
         except Exception as error:
             asker.report(error, "ask")
             return None
-        asker.answered(is_slow=is_slow)
+        if is_slow:
+            asker.answered_late()
+        else:
+            asker.breaker.succeeded("ask")
         found += [False] * (len(self.keys) - len(found))
         return Answer(asker.clock() - started, generation, found)
 

@@ -51,11 +51,9 @@ class AskingThread(StoreThread):
         """Kind of work that raising a generation is: for a peer, which is only read, none that it could refuse."""
         return "" if self.store.follows else "write"
 
-    def answered(self, *, is_slow: bool) -> None:
-        """Count an answer; a slow one as a failure, of which operators hear once it opens the breaker."""
-        if not is_slow:
-            self.breaker.succeeded("ask")
-        elif self.breaker.failed("ask"):
+    def answered_late(self) -> None:
+        """Count an answer as a failure, of which operators hear if it opens the breaker."""
+        if self.breaker.failed("ask"):
             limit = format_duration(self.tier.ask_deadline_s)
             why = f"{self.tier.name} answers later than {limit}, the setting shared_ask_deadline, time after time."
             self.report(StoreError(StoreFault.TIMEOUT, why))

@@ -208,7 +208,10 @@ class Poll(Question):
         except Exception as error:
             asker.report(error, "ask")
             return None
-        asker.answered(is_slow=asker.clock() - began > asker.tier.ask_deadline_s)
+        if asker.clock() - began > asker.tier.ask_deadline_s:
+            asker.answered_late()
+        else:
+            asker.breaker.succeeded("ask")
         each = zip(self.fingerprints, ours, theirs, strict=True)
         return PollAnswer(seconds, [self._agree(asker, *one, until) for one in each])
 

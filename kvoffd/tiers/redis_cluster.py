@@ -186,7 +186,7 @@ class RedisCluster(Store):
             return False
         connect_s = again_s if has_failed else min(most_s, CONNECT_S)
         try:
-            self._nodes[address].connect_within(connect_s)
+            self._nodes[address].connect(connect_s)
             if has_failed:  # a server that was stopped accepts connections, and answers nothing
                 self._nodes[address].ping(time.monotonic() + connect_s)
         except StoreError as error:
@@ -221,7 +221,7 @@ class RedisCluster(Store):
                 break
             node = self._nodes.get(address) or self._open(*address)
             try:
-                node.connect_within(self._least_s if address in self._down_until else CONNECT_S)
+                node.connect(self._least_s if address in self._down_until else CONNECT_S)
                 masters = masters_of(node.cluster_slots(time.monotonic() + CONNECT_S), address)
                 if not masters:
                     raise StoreError(StoreFault.CLUSTER, f"{name_of(address)} knows no master with slots: {NO_SLOTS}")

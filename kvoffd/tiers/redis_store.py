@@ -92,11 +92,8 @@ class Redis(Store):
 
     # --- the connection --------------------------------------------------------------------------
 
-    def connect(self) -> None:
-        self.connect_within(CONNECT_S)
-
-    def connect_within(self, connect_s: float) -> None:
-        """See ``connect``, and ``RedisConnection.open``."""
+    def connect(self, connect_s: float = CONNECT_S) -> None:
+        """See ``Store``. ``connect_s``: see ``RedisConnection.open``."""
         if self._connection.is_usable():
             return
         self.close()

@@ -233,13 +233,13 @@ def test_masters_after_silent_ones_have_a_moment_each_to_connect(
     with FaultyStore() as second:
         show_nodes([store], (store, " 0-8000"), (second, " 8001-16383"))
         cluster = redis_cluster.RedisCluster("127.0.0.1", store.port, Credentials(), Servers(), Masters(), tls=False)
-        limits, connect = list[float](), Redis.connect_within
+        limits, connect = list[float](), Redis.connect
 
         def watched(node: Redis, connect_s: float) -> None:
             limits.append(connect_s)
             connect(node, connect_s)
 
-        monkeypatch.setattr(Redis, "connect_within", watched)
+        monkeypatch.setattr(Redis, "connect", watched)
         monkeypatch.setattr(redis_cluster, "FIND_S", 0.0)
         monkeypatch.setattr(redis_cluster, "AGAIN_FACTOR", 0)
         cluster.ping(time.monotonic() + 1.0)
