@@ -190,9 +190,6 @@ class Redis(Store):
             case int(length):
                 is_short = length <= LINE_BYTES
                 text = self._connection.take(length + 2, deadline)[:-2] if is_short else b"long"
-        return self._decode_generation(name, text)
-
-    def _decode_generation(self, name: bytes, text: bytes) -> int:
         try:
             return decode_generation(text, f"The value of {name.decode()} at {self._name}")
         except StoreError:
@@ -328,7 +325,7 @@ class Redis(Store):
                 break
             time.sleep(TURN_PAUSE_S)
         self._send_words([b"INCRBY", name, b"%d" % (generation - seen)], deadline)
-        return self._decode_generation(name, self._check(self._connection.line(deadline), b":"))
+        return int(self._reply(deadline, b":"))
 
     def _take_turn(self, name: bytes, deadline: float) -> tuple[bool, int]:
         """Take the turn to raise a generation, which ends by itself, unless another node has it. Return whether this
