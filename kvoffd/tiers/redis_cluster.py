@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from binascii import crc_hqx
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -340,7 +340,8 @@ class RedisCluster(Store):
     ) -> tuple[dict[bytes, int], list[bool]]:
         """Ask all masters at once, then receive from one after the other: the reachable copies of generations, and
         which names exist. ``touches``: those that do count as used."""
-        parts, copies_at = self._by_owner(names, deadline), self._by_owner(copies, deadline)
+        up = self._reachable(deadline)
+        parts, copies_at = self._by_owner(names, up), self._by_owner(copies, up)
         if copies and sum(map(len, copies_at.values())) < NEEDED_COPIES:
             raise self._too_few()
         found, numbers = [False] * len(names), {}
@@ -366,7 +367,7 @@ class RedisCluster(Store):
 
     def get(self, requests: Sequence[GetRequest], patience_s: float) -> Iterator[Received | StoreError | None]:
         names = [block_name(request.group, request.key) for request in requests]
-        parts = self._by_owner(names, time.monotonic() + patience_s)
+        parts = self._by_owner(names, self._reachable(time.monotonic() + patience_s))
         owner = {at: address for address, places in parts.items() for at in places}
         for address, places in parts.items():
             with self._exchange(address, sends_only=True) as node:
@@ -386,7 +387,8 @@ class RedisCluster(Store):
             yield received
 
     def put(self, requests: Sequence[PutRequest], deadline: float) -> list[bool | None]:
-        parts = self._by_owner([block_name(block.group, block.key) for block, _ in requests], deadline)
+        names = [block_name(block.group, block.key) for block, _ in requests]
+        parts = self._by_owner(names, self._reachable(deadline))
         stored: list[bool | None] = [None] * len(requests)
         for address, places in parts.items():
             with self._exchange(address, sends_only=True) as node:
@@ -399,7 +401,7 @@ class RedisCluster(Store):
 
     def remove(self, group: BlockGroup, keys: Sequence[bytes], deadline: float) -> None:
         names = block_names(group, keys)
-        for address, places in self._by_owner(names, deadline).items():
+        for address, places in self._by_owner(names, self._reachable(deadline)).items():
             with self._exchange(address) as node:
                 node.remove_names([names[at] for at in places], deadline)
 
@@ -454,9 +456,8 @@ class RedisCluster(Store):
             found.append(number)
         return found
 
-    def _by_owner(self, names: Sequence[bytes], deadline: float) -> dict[Address, list[int]]:
-        """Return the indices of the names of each reachable master."""
-        up = self._reachable(deadline)
+    def _by_owner(self, names: Sequence[bytes], up: Collection[Address]) -> dict[Address, list[int]]:
+        """Return the indices of the names of each of these masters."""
         parts: dict[Address, list[int]] = {}
         for at, name in enumerate(names):
             address = self._owners[slot_of(name)]
