@@ -181,7 +181,7 @@ class HttpServer:
         return host in self._hosts or "*" in self._hosts
 
     async def _find_own_names(self) -> set[str]:
-        """Return this machine's names now; those of before if that takes too long, since it may ask a server."""
+        """Return this machine's names now; the earlier ones if that takes too long, since it may ask a server."""
         if self._finding.done():
             asked = Future[set[str]]()
 
