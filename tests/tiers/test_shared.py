@@ -546,18 +546,6 @@ def test_a_reader_reads_where_the_generation_is_forgotten(store: FaultyStore) ->
     assert "+set" in reader.tier.health.refusal
 
 
-def test_two_nodes_raise_a_generation_at_a_time(store: FaultyStore) -> None:
-    stores = [open_store(store.url, Credentials())() for _ in range(2)]
-    until = time.monotonic() + 10.0
-    store.values[generation_name(ONE)] = b"5"
-    for one in stores:
-        one.connect()
-        assert one.generation(ONE, until) == 5
-    assert [one.raise_generation(ONE, 5, 6, until) for one in stores] == [6, 7]
-    for one in stores:
-        one.close()
-
-
 def test_a_new_node_follows_the_first_generation_it_sees(store: FaultyStore) -> None:
     store.values[generation_name(ONE)] = store.values[generation_name(OTHER)] = b"7"
     rig = SharedRig(store.url, generations={OTHER: 7}).reachable()
