@@ -75,7 +75,7 @@ ERRORS = (
     (StoreFault.BUCKET, "NoSuchBucket", "make the bucket, or check its name and endpoint"),
     (
         StoreFault.REGION,
-        "AuthorizationHeaderMalformed|PermanentRedirect",
+        "AuthorizationHeaderMalformed|PermanentRedirect|redirects",
         "check its region, which the URL names as region=NAME",
     ),
     (
@@ -498,6 +498,8 @@ class S3(Store):
         code = found[1] if (found := _CODE.search(text)) else ""
         if "redirect without LOCATION" in text:
             code = "PermanentRedirect"
+        elif "error following redirect" in text:  # as in a circle
+            code = "redirects without end"
         status = found[1] if (found := re.search("status code: ([0-9]{3})", text)) else ""
         if answer := " ".join(filter(None, (status, code))):
             for kind, pattern, hint in ERRORS:

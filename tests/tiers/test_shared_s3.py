@@ -310,6 +310,13 @@ def test_s3_keys_that_nobody_named_are_a_sentence(monkeypatch: pytest.MonkeyPatc
         assert error.sentence.endswith(NO_KEYS)
 
 
+def test_a_bucket_that_redirects_in_a_circle_is_elsewhere() -> None:
+    text = "Generic S3 error: Error performing GET http://a/b in 4 ms - HTTP error: error following redirect"
+    error = S3(open_bucket(URL, Credentials("own", "x")))._error(Exception(text))
+    assert error.kind == "region"
+    assert "answers redirects without end: check its region" in error.sentence
+
+
 @pytest.mark.parametrize("whole", [True, False], ids=["the request", "each object"])
 def test_a_bucket_that_refuses_removals_is_read(
     bucket: FaultyBucket, rig: SharedRig, monkeypatch: pytest.MonkeyPatch, whole: bool
