@@ -18,7 +18,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -31,6 +31,7 @@ import msgspec
 from kvoffd.config import parse_address
 from kvoffd.server.page import PageFacts, page_of
 from kvoffd.system.listening import RETRY_S, listen
+from kvoffd.system.threads import start
 from kvoffd_proto.admin import HealthReply
 from kvoffd_proto.stats import DaemonStats
 
@@ -40,6 +41,8 @@ REQUEST_S = 5.0
 """Time for a request to arrive, and for its answer to be read."""
 LOOP_S = 2.0
 """Time for the daemon's loop to answer."""
+NAMES_S = 2.0
+"""Time to find this machine's names."""
 FRESH_S = 1.0
 """Time for which an answer is given again."""
 MAX_CONNECTIONS = 32
@@ -113,6 +116,9 @@ class HttpServer:
     def __init__(self, address: str, hosts: Collection[str], daemon: Asked, loop: asyncio.AbstractEventLoop) -> None:
         self._hosts, self._daemon, self._loop = hosts, daemon, loop
         self._own_names = set[str]()
+        self._finding = Future[set[str]]()
+        """The question about them that was asked last."""
+        self._finding.set_result(self._own_names)
         self._dashboard = Path(__file__).with_name("dashboard.html").read_bytes()
         self._answers: dict[str, tuple[float, asyncio.Task[_Answer]]] = {}
         """The latest answer by path, perhaps still being made, with the time until which it is given."""
@@ -129,8 +135,6 @@ class HttpServer:
         self._ended.set_result(None)
 
     async def _listen(self) -> None:
-        # Without a number of threads asyncio asks for the process's CPUs, which a seccomp filter may refuse.
-        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1, "kvoffd-http"))
         for listener in self._listeners:
             listener.setblocking(False)
             self._listen_on(listener)
@@ -210,7 +214,7 @@ class HttpServer:
         path = words[1].split(b"?", 1)[0].decode(errors="replace")
         connection.is_probe = path in PROBES
         for host in _hosts_of(head):
-            if not (self._is_served(host) or host in await asyncio.to_thread(self._find_own_names)):
+            if not (self._is_served(host) or host in await self._find_own_names()):
                 text = "Use an IP address, localhost or this machine's name as the host, or add this one to http_hosts."
                 return _sentence(HTTPStatus.FORBIDDEN, text)
         return await self._answer(path)
@@ -226,9 +230,23 @@ class HttpServer:
             return bool(ip_address(host))
         return host in self._hosts or "*" in self._hosts
 
-    def _find_own_names(self) -> set[str]:
-        """Return this machine's names now. That may ask a server, and take seconds."""
-        self._own_names = {socket.gethostname().lower(), socket.getfqdn().lower()}
+    async def _find_own_names(self) -> set[str]:
+        """Return this machine's names now; the earlier ones if that takes too long, since it may ask a server."""
+        if self._finding.done():
+            asked = Future[set[str]]()
+
+            def find() -> None:
+                names = self._own_names
+                with suppress(OSError):
+                    names = {socket.gethostname().lower(), socket.getfqdn().lower()}
+                asked.set_result(names)
+
+            # No executor's thread, for which the process would wait at its end.
+            start(threading.Thread(target=find, name="kvoffd-http-names", daemon=True))
+            self._finding = asked
+        with suppress(TimeoutError):
+            async with asyncio.timeout(NAMES_S):
+                self._own_names = await asyncio.shield(asyncio.wrap_future(self._finding))
         return self._own_names
 
     async def _answer(self, path: str) -> _Answer:

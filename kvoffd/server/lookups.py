@@ -40,7 +40,7 @@ class Lookups:
         started = self._clock()
         namespace, groups = session.namespaces[message.namespace], [(part.group, part.keys) for part in message.groups]
         _check_count(groups, namespace, self._limits.max_keys_per_request)
-        peer = self._tier_supervisor.peer_at(message.peer) if message.peer else ""
+        peer = self._tier_supervisor.peers.at(message.peer) if message.peer else ""
         states, lease = self._cache.lookup(
             namespace,
             session.id,

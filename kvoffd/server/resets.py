@@ -105,7 +105,7 @@ class NamespaceResets:
 
     def _unreached(self, raises: Mapping[str, Raise], calls: Calls) -> list[str]:
         """Return a sentence about each store, peer, name and network with nodes that a reset of all did not reach."""
-        networks = self._tier_supervisor.networks
+        networks = self._tier_supervisor.peers.networks
         problems = {name: one.problem or ("" if one.ended else NO_ANSWER) for name, one in raises.items()}
         # A node behind a name may have been called and be connected too: ``unreached`` knows both.
         found = [f"{name}: {why}" for name, why in problems.items() if why and name not in calls.tiers]

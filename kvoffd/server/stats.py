@@ -283,8 +283,8 @@ class Statistics:
         ]
 
     def _lent_stats(self) -> s.LentStats | None:
-        supervisor = self.tier_supervisor
-        if (server := supervisor.peer_server) is None or (helper := supervisor.peer_helper) is None:
+        peers = self.tier_supervisor.peers
+        if (server := peers.server) is None or (helper := peers.helper) is None:
             return None
         return s.LentStats(
             asked_keys=server.asked_keys,

@@ -6,22 +6,19 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from ipaddress import ip_address
 from math import inf
 from pathlib import Path
 
 from kvoffd.cache.cache import Cache
 from kvoffd.cache.hooks import CacheListener
-from kvoffd.config import Config, DiskSize, parse_peer, peer_addresses
+from kvoffd.config import Config, DiskSize
 from kvoffd.errors import KvoffdError
 from kvoffd.observe.meters import HOUR_S, CounterWindows
 from kvoffd.pool.pool import Pool
 from kvoffd.server.host import Post
-from kvoffd.server.lender import PeerServer
-from kvoffd.server.peer_places import PeerPlaces
+from kvoffd.server.peers import Peers
 from kvoffd.server.persistence import State
 from kvoffd.system.calls import call_each
 from kvoffd.system.numa import usable_cpus
@@ -31,14 +28,11 @@ from kvoffd.tiering.tiering import Tiering
 from kvoffd.tiers.disk import DiskTier
 from kvoffd.tiers.disk_file import OpeningStopped
 from kvoffd.tiers.fleet_clears import Raise
-from kvoffd.tiers.peer_caller import Calls, PeerCaller
-from kvoffd.tiers.peer_messages import HelperSettings
-from kvoffd.tiers.peer_names import NameResolver, PeerName, Resolved
-from kvoffd.tiers.peer_process import PeerHelper, check_installed, read_secret
-from kvoffd.tiers.peer_store import PeerStore
+from kvoffd.tiers.peer_caller import Calls
+from kvoffd.tiers.peer_process import check_installed, read_secret
 from kvoffd.tiers.shared import SharedTier
 from kvoffd.tiers.store import Credentials, Store, open_store, warn_of_readers
-from kvoffd.tiers.tier import PEER, TierListener
+from kvoffd.tiers.tier import TierListener
 from kvoffd_proto.stats import DiskFault, DiskState
 from kvoffd_proto.units import format_count, format_duration, format_size
 
@@ -109,11 +103,7 @@ class TierSupervisor:
         tiering: uses the open tiers; None if none is configured.
 
     Attributes:
-        shared: the configured stores that nodes share, then the peers.
-        networks: peers that are networks, with their ports, as configured.
-        peer_server: what is lent to peers; None if nothing is.
-        peer_helper: the process that talks to them; None without peers.
-        peer_places: the peers of networks and behind names; None without such.
+        peers: the other nodes whose pools are read, or that read this one's.
     """
 
     def __init__(
@@ -132,19 +122,10 @@ class TierSupervisor:
         self.disks: list[Disk] = []
         """The configured disks, open or not."""
         self._stopping = False
-        self.shared: list[SharedTier] = []
+        self._stores: list[SharedTier] = []
+        """The configured stores that nodes share."""
         self._generations = state.generations
-        self.peer_helper: PeerHelper | None = None
-        self.peer_server: PeerServer | None = None
-        peers = list(map(parse_peer, config.peers))
-        self._peers = [(str(peer.host).lower(), peer.text) for peer in peers if peer.is_one]
-        """Host and address of each peer that is a single node."""
-        self.networks = {peer.text: (peer.host, peer.port) for peer in peers if not isinstance(peer.host, str)}
-        self._names = [PeerName(peer.text, str(peer.host), peer.port) for peer in peers if peer.has_many]
-        """Names with several nodes."""
-        self._resolver: NameResolver | None = None
-        self._caller: PeerCaller | None = None
-        self.peer_places: PeerPlaces | None = None
+        self.peers = Peers(config, cache, pool, clock, post, state)
         self._asked_at: dict[bytes, float] = {}
         """Time of an open namespace's first lookup, when stores and peers were asked whether it was cleared. -inf once
         all have answered, or FOLLOW_S later."""
@@ -153,16 +134,15 @@ class TierSupervisor:
 
     def start(self, stores: OpenStores) -> None:
         """Start to open the configured tiers; ``stores`` are those of ``shared_stores``. Raises NoMoreThreads."""
-        self._start_peers()
+        self.peers.start()
         if (tiering := self.tiering) is None:
             return
         for size in self._config.disk:
             self._begin_to_open(size, tiering)
         for url, open_one in zip(self._config.shared, stores, strict=True):
-            self.shared.append(tier := self._shared_tier(url, open_one, tiering))
+            self._stores.append(tier := self._shared_tier(url, open_one, tiering))
             tiering.add_store(tier, self._settings(WriteMode(self._config.shared_write)))
-        if (helper := self.peer_helper) is not None:
-            self._add_peers(tiering, helper)
+        self.peers.open(tiering, self._shared_tier, self._settings(WriteMode.NEVER))
 
     # --- disks -----------------------------------------------------------------------------------
 
@@ -242,75 +222,6 @@ class TierSupervisor:
 
     # --- peers and stores ------------------------------------------------------------------------
 
-    def _start_peers(self) -> None:
-        """Start the helper, where peers are read or served, and the calls of nodes behind names."""
-        config = self._config
-        if not (config.peers or config.peer_listen):
-            return
-        if config.peer_listen:
-            self.peer_server = PeerServer(self._cache, self._clock, lambda: self._state.is_saved, self._generations)
-        secret = read_secret(config.peer_secret_file)
-        settings = HelperSettings(peer_addresses(config.peers), config.peer_listen, secret)
-        self.peer_helper = PeerHelper(settings, self._pool.place, self._peer_asks, self._peers_left)
-        if self._names:
-            self._caller = PeerCaller(self._names, config.peer_listen, secret)
-
-    def _add_peers(self, tiering: Tiering, helper: PeerHelper) -> None:
-        quiet = self._settings(WriteMode.NEVER)
-        for number, peer in enumerate(peer_addresses(self._config.peers)):
-            name = f"{PEER}{peer}" if peer else ""  # a place for a node that is not known yet
-            tier = self._shared_tier(name, partial(PeerStore, helper, number), tiering)
-            source = tiering.add_store(tier, quiet)
-            if peer:
-                self.shared.append(tier)
-                continue
-            if self.peer_places is None:
-                replace = partial(tiering.replace_source, settings=quiet)
-                fixed = {f"{PEER}{text}" for _, text in self._peers}
-                self.peer_places = PeerPlaces(helper, self._names, fixed, replace, self._clock)
-            self.peer_places.add(number, tier, source)
-        if (places := self.peer_places) is not None and self._names:
-
-            def answered(number: int, answer: Resolved) -> None:
-                self._post(partial(places.resolved, number, answer))
-
-            every_s = self._config.limits.resolve_s
-            self._resolver = NameResolver(self._names, self._config.peer_listen, every_s, answered)
-
-    def peer_at(self, host: str) -> str:
-        """Return the name of a peer's tier; empty if it is neither configured, nor in a network or behind a name that
-        is, or all places are taken."""
-        host = host.strip("[]").lower()
-        if (peer := next((peer for name, peer in self._peers if name == host), None)) is not None:
-            return f"{PEER}{peer}"
-        if (places := self.peer_places) is None:
-            return ""
-        with suppress(ValueError):
-            address = ip_address("" if "%" in host else host)  # a zone is one of another machine
-            shown = str(address) if address.version == 4 else f"[{address}]"
-            if listed := places.find(shown):
-                return places.give(listed, only_named=False)
-            for network, port in self.networks.values():
-                if address in network:
-                    return places.give(f"{shown}:{port}")
-        return ""
-
-    def _peer_asks(self, route: bytes, ident: int, kind: int, payload: bytes) -> None:
-        """Pass a peer's request to the service's thread. Called in the helper's thread."""
-        server, helper = self.peer_server, self.peer_helper
-        if server is None or helper is None:
-            return
-
-        def answer() -> None:
-            if (reply := server.answer(route, ident, kind, payload)) is not None:
-                helper.reply(route, ident, reply)
-
-        self._post(answer)
-
-    def _peers_left(self) -> None:
-        if (server := self.peer_server) is not None:
-            self._post(server.end_all)
-
     def _settings(self, mode: WriteMode) -> TieringSettings:
         return TieringSettings(mode, deadline_s=self._config.shared_deadline_s, trickle_bytes=_trickle_bytes())
 
@@ -329,17 +240,18 @@ class TierSupervisor:
     @property
     def _every_shared(self) -> list[SharedTier]:
         """The shared stores and peers, with the places."""
-        return [*self.shared, *(self.peer_places or ())]
+        return [*self._stores, *self.peers.tiers, *(self.peers.places or ())]
 
     @property
     def _always_asked(self) -> list[SharedTier]:
         """The shared stores and peers that are asked for whatever is missing."""
-        return [*self.shared, *(self.peer_places.listed if self.peer_places is not None else ())]
+        places = self.peers.places
+        return [*self._stores, *self.peers.tiers, *(places.listed if places is not None else ())]
 
     @property
     def shares(self) -> bool:
         """Whether blocks are exchanged with other nodes."""
-        return bool(self.shared) or self.peer_helper is not None
+        return bool(self._stores) or self.peers.helper is not None
 
     def void_everywhere(self, fingerprint: bytes) -> tuple[dict[str, Raise], Calls]:
         """Begin to void a namespace's blocks for all nodes; return what was begun, by the name of a store or peer, and
@@ -350,10 +262,7 @@ class TierSupervisor:
         clear = self._generations.next_of_all(fingerprint), self._generations.now()
         self._generations.hear(fingerprint, clear[0])
         raises = {tier.name: tier.clears.raise_generation(fingerprint, *clear) for tier in self._always_asked}
-        if self._caller is None or self.peer_places is None:
-            return raises, Calls({}, {}, ended=True)
-        known = [[*one.addresses] for one in self.peer_places.lists]
-        return raises, self._caller.call(fingerprint, *clear, known)
+        return raises, self.peers.call(fingerprint, *clear)
 
     def tell_peers(self, fingerprints: Sequence[bytes]) -> None:
         """Have the peers hear now that namespaces were voided on all nodes, not only when they are polled: in a large
@@ -365,10 +274,10 @@ class TierSupervisor:
 
     def tick(self) -> None:
         """Do periodic work. A part that raises does not keep the others from it."""
-        parts: list[Callable[[], object]] = [] if self.peer_server is None else [self.peer_server.tick]
+        parts: list[Callable[[], object]] = [] if self.peers.server is None else [self.peers.server.tick]
         if self.tiering is not None:
             parts += [partial(tier.clears.poll, self._cache.namespaces) for tier in self._every_shared]
-            parts += [self.peer_places.tick] if self.peer_places is not None else []
+            parts += [self.peers.places.tick] if self.peers.places is not None else []
             parts += [self._forget_closed, self.tiering.tick]
             parts += [*(disk.sample_errors for disk in self.disks), self._save_spent]
         call_each(parts)
@@ -427,11 +336,8 @@ class TierSupervisor:
                     "were recomputed. See dmesg and the drive's SMART data; if it is failing, restart the daemon "
                     "without the directory.",
                 )
-        if (helper := self.peer_helper) is not None and helper.problem:
-            yield "peer_helper", f"{helper.problem} No blocks are read from peers or lent to them."
-        for sentence in self.peer_places.problems if self.peer_places is not None else ():
-            yield "shared_unreachable", sentence
-        for tier in self.shared:
+        yield from self.peers.problems
+        for tier in (*self._stores, *self.peers.tiers):
             if not tier.available() and tier.health.problem:
                 yield (
                     "shared_unreachable",
@@ -455,8 +361,7 @@ class TierSupervisor:
             (
                 self._stop_tiering,
                 partial(self._stop_opening, until),
-                *(thread.close for thread in (self._resolver, self._caller) if thread is not None),
-                self._interrupt_peers,
+                self.peers.stop,
                 *(partial(self._close_disk, disk, until) for disk in self.disks),
                 *(partial(self._close_shared, tier, until) for tier in self._every_shared),
                 partial(self._close_helper, until),
@@ -475,13 +380,6 @@ class TierSupervisor:
             if disk.opener is not None:
                 disk.opener.join(min(STOP_OPENING_S, max(0.0, until - time.monotonic())))
 
-    def _interrupt_peers(self) -> None:
-        """Have the threads of peers' tiers wait for no answer any more."""
-        if self.peer_helper is not None:
-            for tier in self._every_shared:
-                tier.closed = True
-            self.peer_helper.interrupt()
-
     def _close_disk(self, disk: Disk, until: float) -> bool:
         left_s = max(0.0, until - time.monotonic())
         if disk.tier is None or disk.tier.close(0.0 if disk.tier.hangs else left_s):
@@ -496,7 +394,7 @@ class TierSupervisor:
         return False
 
     def _close_helper(self, until: float) -> bool:
-        helper = self.peer_helper
+        helper = self.peers.helper
         if helper is None or helper.close(max(CLOSE_STEP_S, until - time.monotonic())):
             return True
         logger.warning("The helper process for peers does not end.")

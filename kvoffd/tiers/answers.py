@@ -15,7 +15,7 @@ from kvoffd.system.native import CHAR_P, NUMBER, VOID_P, declare, native
 from kvoffd.tiers.asking_thread import ASK_PATIENCE_S, Answered, AskingThread, Question
 from kvoffd.tiers.generations import checked
 from kvoffd.tiers.header import BlockGroup, stored_group
-from kvoffd.tiers.store import Store, StoreError
+from kvoffd.tiers.store import Store, StoreError, StoreFault
 from kvoffd.tiers.tier import ABSENT, ASKED, PRESENT, Found, TierListener
 
 if TYPE_CHECKING:
@@ -190,7 +190,10 @@ class Ask(Question):
         except Exception as error:
             asker.report(error, "ask")
             return None
-        asker.breaker.succeeded("ask", is_slow=is_slow)
+        if is_slow:
+            asker.answered_late()
+        else:
+            asker.breaker.succeeded("ask")
         found += [False] * (len(self.keys) - len(found))
         return Answer(asker.clock() - started, generation, found)
 
@@ -207,7 +210,7 @@ class Ask(Question):
         elif theirs < ours:
             asker.give_back(fingerprint, theirs, ours, deadline)
         if len(found) != len(keys):
-            raise StoreError("protocol", f"{len(keys)} keys were requested, but {len(found)} answered.")
+            raise StoreError(StoreFault.PROTOCOL, f"{len(keys)} keys were requested, but {len(found)} answered.")
         if theirs > asked:  # a clear between the two questions
             return theirs, [False] * len(keys)
         return asked, found

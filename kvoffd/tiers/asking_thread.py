@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from math import inf
 from typing import Any
 
-from kvoffd.tiers.block_threads import NO_ANSWER, StoreThread
-from kvoffd.tiers.store import UNKEPT, StoreError
+from kvoffd.tiers.block_threads import StoreThread
+from kvoffd.tiers.store import StoreError, StoreFault
+from kvoffd_proto.units import format_duration
 
 ASK_PATIENCE_S = 0.08
 """Time after an ask's deadline, at which an answer is late enough to count as a failure, until its connection is
@@ -50,12 +51,19 @@ class AskingThread(StoreThread):
         """Kind of work that raising a generation is: for a peer, which is only read, none that it could refuse."""
         return "" if self.store.follows else "write"
 
+    def answered_late(self) -> None:
+        """Count an answer as a failure, of which operators hear if it opens the breaker."""
+        if self.breaker.failed("ask"):
+            limit = format_duration(self.tier.ask_deadline_s)
+            why = f"{self.tier.name} answers later than {limit}, the setting shared_ask_deadline, time after time."
+            self.report(StoreError(StoreFault.TIMEOUT, why))
+
     def give_back(self, fingerprint: bytes, theirs: int, ours: int, deadline: float) -> None:
         """Raise the generation of a store that lost it, so that no node reads blocks of the older one again."""
         try:
             self.store.raise_generation(fingerprint, theirs, ours, deadline)
         except StoreError as error:
-            if error.kind in NO_ANSWER:
+            if not error.kind.is_answer:
                 raise
-            if error.kind != UNKEPT:  # else the peer has followed, and lends what is safe
+            if error.kind is not StoreFault.UNKEPT:  # else the peer has followed, and lends what is safe
                 self.report(error, self.raising)  # a node with write permission does it

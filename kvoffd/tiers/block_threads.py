@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from kvoffd.pool.checksums import digest
 from kvoffd.tiers.header import Block, BlockGroup
-from kvoffd.tiers.store import GetRequest, PutRequest, Received, Store, StoreError
+from kvoffd.tiers.store import GetRequest, PutRequest, Received, Store, StoreError, StoreFault
 from kvoffd.tiers.tier import ReadEnd, Result, WriteEnd
 
 if TYPE_CHECKING:
@@ -20,8 +20,6 @@ LATE_SHARE = 0.75
 """Part of a read's patience after which a failed read is not retried."""
 WRITE_S = 10.0
 """Limit for writing a few blocks, or for removing a thousand."""
-NO_ANSWER = ("timeout", "disconnected", "unreachable", "tls", "internal")
-"""Kinds of errors that are no answer of the server."""
 
 
 @dataclass(slots=True, eq=False)
@@ -91,14 +89,15 @@ class StoreThread:
         if not isinstance(error, StoreError):  # a bug in the store's code
             self.store.close()
             why = f"It failed unexpectedly: {error!r}; please report the log's traceback."
-            cause, error = error, StoreError("internal", why)
+            cause, error = error, StoreError(StoreFault.INTERNAL, why)
             error.__cause__ = cause
         if self.tier.closed:
             return
-        is_of_namespace = error.kind == "generation"  # the stored one is invalid; nothing is wrong with the others
-        refuses_writes = work == "write" and not is_of_namespace and error.kind not in NO_ANSWER
-        if work and not refuses_writes and not is_of_namespace:
-            self.breaker.failed(work, at_once=error.final)
+        if error.kind is StoreFault.GENERATION:
+            work = ""  # nothing is wrong with other namespaces
+        refuses_writes = work == "write" and error.kind.is_answer
+        if work and not refuses_writes:
+            self.breaker.failed(work, at_once=error.is_lasting)
         reported = error
         self.tier.post(lambda: self.tier.failed(reported, refuses_writes=refuses_writes))
 
@@ -154,7 +153,7 @@ class BlockThread(StoreThread):
         except Exception as error:
             self.report(error, "read")
             # A connection that stalled for part of the patience is lost; another may serve in time.
-            late = isinstance(error, StoreError) and error.kind == "timeout"
+            late = isinstance(error, StoreError) and error.kind is StoreFault.TIMEOUT
             late = late and self.clock() - came_at >= LATE_SHARE * patience_s
             yield Result.DEADLINE if late else Result.FAILED, None
 
@@ -179,7 +178,7 @@ class BlockThread(StoreThread):
         stored = self.store.put(absent, deadline)
         if False in stored:
             why = "It accepts no more blocks now; see Redis's maxmemory-policy or the bucket's quota."
-            self.report(StoreError("full", why), "write")
+            self.report(StoreError(StoreFault.FULL, why), "write")
         self.breaker.succeeded("write")
         each = iter(stored)
         return [Result.EXISTED if known else Result.DONE if next(each) else Result.FAILED for known in there]

@@ -35,24 +35,23 @@ class Breaker:
         self.opened = 0
         """Number of times that it opened since the store was first reached."""
 
-    def succeeded(self, work: str, *, is_slow: bool = False) -> None:
-        """Record a success; a slow one counts as a failure."""
-        if is_slow:
-            self.failed(work)
-            return
+    def succeeded(self, work: str) -> None:
         with self._lock:
             self._failures.pop(work, None)
 
-    def failed(self, work: str, *, at_once: bool = False) -> None:
-        """Record a failure; ``at_once`` opens the breaker, as for a refused connection or a wrong password."""
+    def failed(self, work: str, *, at_once: bool = False) -> bool:
+        """Record a failure; return whether it has opened the breaker. ``at_once``: it does, as for a refused connection
+        or a wrong password."""
         with self._lock:
             self._failures[work] += 1
-            if at_once or self._failures[work] >= MAX_FAILURES:
-                self.silent = self.silent or work == "ask"
-                if not self.open:
-                    self.open = True
-                    self.opened += 1
-                    self._pause()
+            opens = at_once or self._failures[work] >= MAX_FAILURES
+            self.silent = self.silent or (opens and work == "ask")
+            if not opens or self.open:
+                return False
+            self.open = True
+            self.opened += 1
+            self._pause()
+            return True
 
     def reset(self) -> None:
         """Close it for another store."""

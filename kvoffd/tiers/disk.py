@@ -280,7 +280,7 @@ class DiskTier(Tier):
         passed = self._map.advance_hand(size)
         self.counters.evicted_blocks += passed.blocks
         if passed.region is not None:
-            self._clearing.free_in_steps(self._map.slots_of_region(passed.region))
+            self._clearing.free_in_steps(self._map.slots_of_region(passed.region), is_void=False)
         if passed.victims:
             self._used_when_full = self._map.slots.used_bytes
             self._clearing.drop(passed.victims)
@@ -334,7 +334,7 @@ class DiskTier(Tier):
         for which in [which for which in self._writing if which[0] in tags]:
             del self._writing[which]
         if gone:
-            self._clearing.free_in_steps(self._map.remove_whole(gone))
+            self._clearing.free_in_steps(self._map.remove_whole(gone), is_void=True)
         return sum(known.blocks for known in gone)
 
     # --- the rest --------------------------------------------------------------------------------

@@ -29,9 +29,16 @@ from kvoffd_proto.stats import DiskFault
 
 @dataclass(slots=True, eq=False)
 class IndexWrite:
-    """A write to the index. ``gone``: slots whose records are cleared."""
+    """A write to the index.
+
+    Attributes:
+        gone: slots whose records are cleared.
+        is_void: whether no later daemon accepts their blocks, even if that fails: those of a cleared namespace, whose
+            generation is higher.
+    """
 
     gone: list[int] = field(default_factory=list)
+    is_void: bool = False
     sizes: dict[int, int] = field(default_factory=dict)
     """Pages of a slot, by region."""
     written_bytes: int = 0
@@ -64,8 +71,8 @@ class Clearing:
         self._file, self._map, self._counters, self._post = file, disk_map, counters, post
         self._on_dropped, self._on_error = on_dropped, on_error
         self.is_unlinked, self.physical_bytes = False, file.physical_bytes()
-        self._freeing: deque[Iterator[list[int]]] = deque()
-        """Remaining slots of each namespace and region that is cleared as a whole."""
+        self._freeing: deque[tuple[Iterator[list[int]], bool]] = deque()
+        """Remaining slots of each namespace and region that is cleared as a whole, and ``IndexWrite.is_void`` of it."""
         self._running: IndexWrite | None = None
         """Running write for slots of the first of these."""
         self._unsized: set[int] = set()
@@ -93,10 +100,10 @@ class Clearing:
         for known, keys in self._map.drop(slots):
             self._on_dropped(known.group, keys)
 
-    def clear_slots(self, slots: Sequence[int]) -> IndexWrite:
+    def clear_slots(self, slots: Sequence[int], *, is_void: bool = False) -> IndexWrite:
         """Clear the records of slots, then free them. A new block's record must not be cleared after it is written."""
         self._map.pin(slots)
-        write = IndexWrite(list(slots))
+        write = IndexWrite(list(slots), is_void)
         if slots:
             self.threads.put(write)
         return write
@@ -109,9 +116,9 @@ class Clearing:
         if not but:
             self.clear_slots([*self._map.uncleared])
 
-    def free_in_steps(self, slots: Iterator[list[int]]) -> None:
-        """Drop and clear batches of slots, each once the previous one is free."""
-        self._freeing.append(slots)
+    def free_in_steps(self, slots: Iterator[list[int]], *, is_void: bool) -> None:
+        """Drop and clear batches of slots, each once the previous one is free. ``is_void``: see ``IndexWrite``."""
+        self._freeing.append((slots, is_void))
         if len(self._freeing) == 1:
             self._post(self._free_batch)
 
@@ -119,9 +126,10 @@ class Clearing:
         """Free a batch of slots once the previous batch is free."""
         if not self._freeing or self._running is not None:
             return
-        if slots := next(self._freeing[0], None):
+        batches, is_void = self._freeing[0]
+        if slots := next(batches, None):
             self.drop(slots)
-            self._running = self.clear_slots(slots)
+            self._running = self.clear_slots(slots, is_void=is_void)
             return
         if slots is None:  # an empty batch only lets others have their turn
             self._freeing.popleft()
@@ -173,7 +181,7 @@ class Clearing:
             assert end.fault is not None
             self._on_error(end.fault, end.sentence)
             self._unsized |= write.sizes.keys()
-            if write is not self._running:  # blocks of a cleared namespace are found no more: its generation is higher
+            if not write.is_void:
                 self._map.uncleared |= {*write.gone}
         else:
             self._map.uncleared.difference_update(write.gone)

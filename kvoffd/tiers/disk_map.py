@@ -113,7 +113,7 @@ class Region:
         for one slot, NumPy for many."""
         self.pins = array("H", bytes(2 * slots))
         self.used = bytearray(slots)
-        """Whether the block was used since the hand last passed."""
+        """Whether the slot has a block that was used since the hand last passed."""
         self.found = bytearray(slots)
         """Whether an earlier daemon wrote the block."""
         self.hours = array("I", [NEVER]) * slots
@@ -466,7 +466,7 @@ class DiskMap:
             self._hours[hour] -= 1
             if not self._hours[hour]:
                 del self._hours[hour]
-            region.groups[place], region.hours[place] = 0, NEVER
+            region.groups[place], region.hours[place], region.used[place] = 0, NEVER, 0
         gone = [(known, keys[known.number]) for known in map(self.by_number.__getitem__, keys) if known.is_readable]
         for known, its in gone:
             known.blocks -= len(its)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from kvoffd.system.newest import put_newest
 from kvoffd.tiers.asking_thread import ASK_PATIENCE_S, Answered, AskingThread, Question
 from kvoffd.tiers.generations import checked
-from kvoffd.tiers.store import UNKEPT, Store, StoreError
+from kvoffd.tiers.store import Store, StoreError, StoreFault
 
 if TYPE_CHECKING:
     from kvoffd.tiers.shared import SharedTier
@@ -24,6 +24,8 @@ MAX_NAMESPACES = 65_536
 """Limit of the namespaces whose last poll for a reset is remembered."""
 POLLED_AT_ONCE = 1024
 """Namespaces of one poll."""
+ASKED_AGAIN = StoreFault.BUSY, StoreFault.UNKEPT, StoreFault.TIMEOUT
+"""Faults after which a peer is asked again to follow."""
 
 
 class FleetClears:
@@ -155,10 +157,10 @@ class Raise(Question):
             raised = store.clear(self.fingerprint, seen, self.generation, self.cleared_at, until)
             return checked(raised, self.fingerprint)
         except Exception as error:
-            kind = error.kind if store.follows and isinstance(error, StoreError) else ""
-            if kind not in ("busy", UNKEPT):
+            kind = error.kind if store.follows and isinstance(error, StoreError) else None
+            if kind not in (StoreFault.BUSY, StoreFault.UNKEPT):
                 asker.report(error, asker.raising)
-            return Unfollowed(str(error)) if kind in ("busy", UNKEPT, "timeout") else error  # a peer is asked again
+            return Unfollowed(str(error)) if kind in ASKED_AGAIN else error
 
     def end(self, answer: int | Exception) -> None:
         clears = self.clears
@@ -200,12 +202,16 @@ class Poll(Question):
             ours = list(map(asker.tier.generations.fleet, self.fingerprints))
             theirs = asker.store.generations(self.fingerprints, until)
             if len(theirs) != (wanted := len(self.fingerprints)):
-                raise StoreError("protocol", f"{wanted} generations were requested, but {len(theirs)} answered.")
+                why = f"{wanted} generations were requested, but {len(theirs)} answered."
+                raise StoreError(StoreFault.PROTOCOL, why)
             seconds = asker.clock() - started
         except Exception as error:
             asker.report(error, "ask")
             return None
-        asker.breaker.succeeded("ask", is_slow=asker.clock() - began > asker.tier.ask_deadline_s)
+        if asker.clock() - began > asker.tier.ask_deadline_s:
+            asker.answered_late()
+        else:
+            asker.breaker.succeeded("ask")
         each = zip(self.fingerprints, ours, theirs, strict=True)
         return PollAnswer(seconds, [self._agree(asker, *one, until) for one in each])
 

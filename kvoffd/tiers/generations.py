@@ -27,7 +27,7 @@ import msgspec
 
 from kvoffd.system.newest import put_newest
 from kvoffd.tiers.header import MAX_GENERATION
-from kvoffd.tiers.store import StoreError
+from kvoffd.tiers.store import StoreError, StoreFault
 from kvoffd_proto.messages import Count
 
 logger = logging.getLogger(__name__)
@@ -267,5 +267,5 @@ def checked(generation: int, fingerprint: bytes) -> int:
     """Return a generation from a store or peer. Raises StoreError for one that no node can have written."""
     if not is_sound(generation, time.time()):
         why = f"The generation {generation} of the namespace {fingerprint.hex()} was not written by a node"
-        raise StoreError("generation", f"{why}; remove it there.")
+        raise StoreError(StoreFault.GENERATION, f"{why}; remove it there.")
     return generation

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 
 from kvoffd.tiers.header import BlockGroup
-from kvoffd.tiers.store import StoreError
+from kvoffd.tiers.store import StoreError, StoreFault
 
 
 def generation_name(fingerprint: bytes) -> bytes:
@@ -18,7 +18,7 @@ def decode_generation(value: bytes, where: str) -> int:
     """Decode the generation that is stored at ``where``; 0 for an empty value. Raises StoreError."""
     if not re.fullmatch(rb"[0-9]{0,18}", value):  # it affects one namespace, others are served
         raise StoreError(
-            "generation", f"{where} is not a number of up to 18 digits that a node wrote; remove it there."
+            StoreFault.GENERATION, f"{where} is not a number of up to 18 digits that a node wrote; remove it there."
         )
     return int(value or 0)
 

@@ -23,7 +23,7 @@ from kvoffd.system.threads import TaskThread
 from kvoffd.tiers.generations import checked
 from kvoffd.tiers.peer_messages import FOLLOW, Follow, curve_keys, decode_raised, peer_socket
 from kvoffd.tiers.peer_names import PeerName, resolve
-from kvoffd.tiers.store import StoreError
+from kvoffd.tiers.store import StoreError, StoreFault
 from kvoffd.tiers.tier import PEER
 
 CALLS_S, KNOWN_S = 6.0, 2.0
@@ -197,7 +197,7 @@ def _judge(parts: Sequence[bytes], ident: bytes, follow: Follow) -> tuple[str, F
     """Return why a node that has answered has not cleared, empty if it has, and what the next call says."""
     try:
         if len(parts) != 3 or parts[0] != ident:
-            raise StoreError("protocol", "Its answer is not valid.")
+            raise StoreError(StoreFault.PROTOCOL, "Its answer is not valid.")
         found = checked(decode_raised(parts[1], follow.generation), follow.fingerprint)
     except StoreError as error:
         return error.sentence.removesuffix("."), follow

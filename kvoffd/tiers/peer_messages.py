@@ -8,7 +8,7 @@ import msgspec
 import zmq
 from zmq.utils import z85
 
-from kvoffd.tiers.store import UNKEPT, StoreError
+from kvoffd.tiers.store import StoreError, StoreFault
 
 SLICE_BYTES = 4 * 2**20
 """Memory that one read of the helper may use."""
@@ -151,10 +151,11 @@ def decode_raised(reply: bytes, generation: int) -> int:
     all earlier blocks for good."""
     ((raised, is_kept),) = decode_followed(reply, 1)
     if raised < generation:
-        raise StoreError("busy", "The peer has too many resets to follow; it lends nothing of this namespace yet.")
+        why = "The peer has too many resets to follow; it lends nothing of this namespace yet."
+        raise StoreError(StoreFault.BUSY, why)
     if not is_kept:
         why = "The peer has not written the reset to its kvoffd.state yet: a kill there may bring blocks back."
-        raise StoreError(UNKEPT, why)
+        raise StoreError(StoreFault.UNKEPT, why)
     return raised
 
 
@@ -162,7 +163,7 @@ def decode_followed(reply: bytes, count: int) -> list[tuple[int, bool]]:
     """Return the generations of a reply to ``Follow``, and whether each is kept; of an earlier build's the first one.
     Raises StoreError."""
     if len(reply) not in (FOLLOWED_BYTES, FOLLOWED_BYTES * count):
-        raise StoreError("protocol", f"The answer about {count} generations has {len(reply)} bytes.")
+        raise StoreError(StoreFault.PROTOCOL, f"The answer about {count} generations has {len(reply)} bytes.")
     return [
         (int.from_bytes(reply[at : at + GENERATION_BYTES], "little"), reply[at + GENERATION_BYTES] == 1)
         for at in range(0, len(reply), FOLLOWED_BYTES)

@@ -47,7 +47,7 @@ from kvoffd.tiers.peer_messages import (
     frame,
     parsed,
 )
-from kvoffd.tiers.store import StoreError
+from kvoffd.tiers.store import StoreError, StoreFault
 from kvoffd_proto.build import program
 from kvoffd_proto.errors import ErrorCode
 
@@ -168,7 +168,7 @@ class PeerHelper:
             self._start_ended.wait(max(0.0, self._began + START_S - time.monotonic()))
         if not self.up:
             why = self.problem or "The helper process for peers has not started yet."
-            raise StoreError("helper", why, final=True)
+            raise StoreError(StoreFault.HELPER, why)
 
     def send(self, data: bytes, timeout_s: float = 0.0) -> bool:
         """Send a frame; return False if the helper does not accept it in time."""
@@ -224,15 +224,16 @@ class PeerHelper:
             with self._lock:
                 self._reads.pop(call.ident, None)
             self.end(call)
-            raise StoreError("helper", self.problem or "The helper process for peers hangs.", final=True)
+            raise StoreError(StoreFault.HELPER, self.problem or "The helper process for peers hangs.")
         return call
 
     def wait(self, call: PeerCall, deadline: float) -> bytes:
         """Return the answer. Raises StoreError."""
         if not call.ended.wait(max(0.0, deadline - time.monotonic())):
-            raise StoreError("timeout", "The peer did not answer in time.")
+            raise StoreError(StoreFault.TIMEOUT, "The peer did not answer in time.")
         if call.reply is None:
-            raise StoreError("unreachable" if call.kind in (FIND, FOLLOW) else "disconnected", call.problem)
+            kind = StoreFault.UNREACHABLE if call.kind in (FIND, FOLLOW) else StoreFault.DISCONNECTED
+            raise StoreError(kind, call.problem, is_lasting=False)
         return call.reply
 
     def end(self, call: PeerCall) -> None:
@@ -299,7 +300,7 @@ class PeerHelper:
             try:
                 self._live()
             except Exception as error:
-                self._cannot_work = not isinstance(error, ConnectionError)  # that is a kill
+                self._cannot_work = True
                 self.problem = f"The helper process for peers cannot be started: {error}."
             self._start_ended.set()
             if self._closed.is_set():
@@ -324,20 +325,22 @@ class PeerHelper:
             self._start_ended.clear()
             if self._closed.is_set():  # ``interrupt`` may have set the event before it was cleared
                 self._start_ended.set()
-            with self._lock:  # so that no address is lost that is set now
-                ours.send(msgspec.msgpack.encode(settings))
-                self._channel = ours
-            if self._closed.is_set():  # ``close`` may have killed the one before
-                self._kill()
+            hung = ""
             try:
+                with self._lock:  # so that no address is lost that is set now
+                    ours.send(msgspec.msgpack.encode(settings))
+                    self._channel = ours
+                if self._closed.is_set():  # ``close`` may have killed the one before
+                    self._kill()
                 # SO_RCVTIMEO would begin again whenever a signal, or a container that is frozen, interrupts the call.
                 while (comes := frames.poll(1000 * patience_s)) and (data := ours.recv(MAX_MESSAGE_BYTES)):
                     self._received(data)
                     if data[0] == STARTED:
                         patience_s = HANGS_S
                 if not comes:
-                    while_what = "" if self.up else " while it started"
-                    self.problem = f"The helper process for peers hung{while_what}, and was killed."
+                    hung = f"hung{'' if self.up else ' while it started'}, and was killed"
+            except ConnectionError:
+                pass  # it ended before it had read all messages
             finally:
                 self.up = False
                 with self._lock:
@@ -348,8 +351,8 @@ class PeerHelper:
                 self._refused_by_earlier = self.refused_handshakes
                 with self._lock:
                     self._reads.clear()
-                if not self._closed.is_set():
-                    self.problem = self.problem or f"The helper process for peers ended ({code}); the log may say why."
+                if not (self._closed.is_set() or self._cannot_work):  # in that case it said why itself
+                    self.problem = f"The helper process for peers {hung or f'ended ({code}); the log may say why'}."
                 self.fail_calls("The helper process for peers ended.")
                 self._on_end()
 

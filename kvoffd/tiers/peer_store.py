@@ -44,7 +44,7 @@ from kvoffd.tiers.peer_messages import (
     decode_raised,
 )
 from kvoffd.tiers.peer_process import PeerCall, PeerHelper
-from kvoffd.tiers.store import GetRequest, PutRequest, Received, Store, StoreError
+from kvoffd.tiers.store import GetRequest, PutRequest, Received, Store, StoreError, StoreFault
 from kvoffd_proto.messages import FINGERPRINT_BYTES
 
 declare(keep_gil=False, host_copy=(COUNT, *(VOID_P, VOID_P, VOID_P, NUMBER) * 2, VOID_P))
@@ -76,7 +76,7 @@ class PeerStore(Store):
 
     def connect(self) -> None:
         if self._closed:
-            raise StoreError("closed", "The daemon stops.", final=True)
+            raise StoreError(StoreFault.CLOSED, "The daemon stops.")
         self._helper.check()
 
     def ping(self, deadline: float) -> None:
@@ -100,7 +100,7 @@ class PeerStore(Store):
     def ask(self, group: BlockGroup, keys: Sequence[bytes], deadline: float, *, prefix: bool) -> tuple[int, list[bool]]:
         _, reply = self._call(FIND, _find_of(group, keys), deadline)
         if len(reply) != GENERATION_BYTES + len(keys):
-            raise StoreError("protocol", f"The answer about {len(keys)} keys has {len(reply)} bytes.")
+            raise StoreError(StoreFault.PROTOCOL, f"The answer about {len(keys)} keys has {len(reply)} bytes.")
         return int.from_bytes(reply[:GENERATION_BYTES], "little"), [there == 1 for there in reply[GENERATION_BYTES:]]
 
     def touch(self, blocks: Sequence[Block], deadline: float) -> list[bool]:
@@ -122,7 +122,8 @@ class PeerStore(Store):
                 if answered:
                     give_up_at = time.monotonic() + patience_s
                 elif time.monotonic() >= give_up_at:
-                    raise StoreError("busy", "The peer lends no more blocks now: it has lent as many as it may.")
+                    why = "The peer lends no more blocks now: it has lent as many as it may."
+                    raise StoreError(StoreFault.BUSY, why)
                 else:
                     time.sleep(BUSY_S)
 
@@ -147,7 +148,8 @@ class PeerStore(Store):
                 while any(piece.missing_bytes for piece in pieces):
                     reading.land_next(min(until, time.monotonic() + patience_s))
                     if time.monotonic() >= until:
-                        raise StoreError("timeout", "The peer's blocks came too late: they may have been overwritten.")
+                        why = "The peer's blocks came too late: they may have been overwritten."
+                        raise StoreError(StoreFault.TIMEOUT, why)
                 block = Block(request.group, request.key, tuple(place.first_blocks), tuple(place.checksums))
                 yield Received(block, [piece.checksum for piece in pieces])
         finally:
@@ -210,7 +212,7 @@ class _CheckedPinned:
             if BUSY in there:
                 del self.places[there.index(BUSY) :]
         except (msgspec.MsgspecError, ValueError) as error:
-            raise StoreError("protocol", f"The peer's answer is not valid: {error}.") from error
+            raise StoreError(StoreFault.PROTOCOL, f"The peer's answer is not valid: {error}.") from error
 
 
 class _Piece:
@@ -278,7 +280,7 @@ class _Reading:
         native().host_copy(to, of, sizes, len(part.spans), *checked, len(whole), ctypes.byref(ctypes.c_uint32(0)))
         helper.end(part.call)
         if helper.life != part.call.life:  # another one may have written there
-            raise StoreError("disconnected", "The helper process for peers ended during a read.")
+            raise StoreError(StoreFault.DISCONNECTED, "The helper process for peers ended during a read.")
         for piece, found in zip(whole, sums, strict=True):
             piece.checksum = found
         for piece, _, length in part.spans:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from binascii import crc_hqx
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -30,6 +30,7 @@ from kvoffd.tiers.store import (
     Servers,
     Store,
     StoreError,
+    StoreFault,
     StoreUsage,
     name_of,
 )
@@ -38,10 +39,11 @@ from kvoffd_proto.units import is_host, parse_duration, quoted
 SLOTS = 16_384
 DOWN_PAUSE_S = 2.0
 """Pause before a failed master, or slots without an owner, are tried again."""
-AGAIN_S, TLS_AGAIN_S = 0.05, 0.2
-"""Time to connect to such a master: the same thread asks the others."""
+AGAIN_S, TLS_AGAIN_S, AGAIN_FACTOR = 0.05, 0.2, 3
+"""Time to connect to such a master, since the same thread asks the others; and more for masters that are far away: this
+factor of what the fastest took."""
 FIND_S = 2.0
-"""Time for connecting after which no other server is asked for the masters, and a master gets AGAIN_S alone."""
+"""Time for connecting to all masters, in equal parts, and after which no other server is asked for them."""
 RAISE_PAUSE_S = 60.0
 """Pause before a lost copy of a generation is written again, if this node may not write it."""
 MAX_MASTERS = 256
@@ -52,9 +54,6 @@ COPIES, NEEDED_COPIES = 3, 2
 REMEMBERED_NAMES = 1024
 
 NO_SLOTS = "make a cluster of the servers (redis-cli --cluster create), or name one that is in it."
-
-SKIPPED_AFTER = ("timeout", "disconnected", "unreachable", "credentials", "busy")
-"""Kinds of errors after which a master is skipped for a while."""
 
 Address = tuple[str, int]
 
@@ -139,7 +138,7 @@ class RedisCluster(Store):
         self._open = partial(Redis, database=0, credentials=credentials, tls=tls, ttl_s=ttl_s, clustered=True)
         self._nodes: dict[Address, Redis] = {}
         self._down_until: dict[Address, float] = {}
-        """Time until which a master that failed is skipped. One that is here is pinged before it is used again."""
+        """Time until which a master that failed is skipped."""
         self._owners: list[Address | None] = []
         """Master of each slot; empty while unknown."""
         self._stale_at = inf
@@ -152,46 +151,66 @@ class RedisCluster(Store):
     def connect(self) -> None:
         self._connect(time.monotonic() + FIND_S)
 
-    def _connect(self, until: float) -> None:
+    def _connect(self, until: float) -> set[Address]:
+        """Find the masters, and connect to them; return those that are connected."""
         if not self._owners or time.monotonic() >= self._stale_at:
             self._find_owners(until)
-        if not self._reachable(until):
+        if not (up := self._reachable(until)):
             self._owners = []
-            why = next((server.problem for server in self.servers if server.problem), "")
-            raise StoreError("unreachable", f"No master of the cluster at {self._name} answers: {why}", final=True)
+            why = f"No master of the cluster at {self._name} answers.{self._why()}"
+            raise StoreError(StoreFault.UNREACHABLE, why)
+        return up
 
     @property
     def _name(self) -> str:
         return name_of(self._seed)
 
-    def _reachable(self, until: float) -> set[Address]:
-        """Connect to all masters; return those that are connected. After ``until`` each gets AGAIN_S."""
-        return {address for address in self._nodes if self._reach(address, until)}
+    def _why(self) -> str:
+        """Return why one of the masters does not answer, as a sentence after a space."""
+        return next((f" {server.problem}" for server in self.servers if not server.answers), "")
 
-    def _reach(self, address: Address, until: float) -> bool:
-        """Connect to a master unless it failed recently; return whether it is connected."""
-        now = time.monotonic()
-        if now < self._down_until.get(address, 0.0):
+    def _reachable(self, until: float) -> set[Address]:
+        """Connect to all masters; return those that are connected. Each gets an equal part of the time that is left."""
+        up, left, least_s = set[Address](), len(self._nodes), self._least_s
+        for address in self._nodes:
+            if self._reach(address, max(least_s, (until - time.monotonic()) / left), least_s):
+                up.add(address)
+            left -= 1
+        return up
+
+    def _reach(self, address: Address, most_s: float, again_s: float) -> bool:
+        """Connect to a master, unless it failed recently, within ``most_s`` and CONNECT_S, or ``again_s`` if it failed
+        before. Return whether it is connected."""
+        has_failed = address in self._down_until
+        if has_failed and time.monotonic() < self._down_until[address]:
             return False
-        node = self._nodes[address]
-        node.connect_s = max(self._again_s, min(node.connect_s, until - now))
+        connect_s = again_s if has_failed else min(most_s, CONNECT_S)
         try:
-            node.connect()
-            if address in self._down_until:  # a server that was stopped accepts connections, and answers nothing
-                node.ping(time.monotonic() + node.connect_s)
+            self._nodes[address].connect(connect_s)
+            if has_failed:  # a server that was stopped accepts connections, and answers nothing
+                self._nodes[address].ping(time.monotonic() + connect_s)
         except StoreError as error:
-            self._pause(address, error, is_skipped=True)
-            self._stale_at = 0.0
+            self._skip(address, error)
             return False
-        if self._down_until.pop(address, None) is not None:
+        if has_failed:
+            del self._down_until[address]
             self.servers.answered(name_of(address))
-        node.connect_s = CONNECT_S
         return True
+
+    @property
+    def _least_s(self) -> float:
+        """Time that connecting takes if all is well: see AGAIN_S."""
+        took = (node.connected_in_s for node in self._nodes.values() if node.connected_in_s)
+        return min(CONNECT_S, max(self._again_s, AGAIN_FACTOR * min(took, default=0.0)))
+
+    def _skip(self, address: Address, error: StoreError) -> None:
+        """Continue without a master that failed, and request the map again."""
+        self._pause(address, error, is_skipped=True)
+        self._stale_at = 0.0
 
     def _pause(self, address: Address, error: StoreError, *, is_skipped: bool) -> None:
         """Do not use a master that failed for DOWN_PAUSE_S. ``is_skipped``: see ``Servers.failed``."""
         self._down_until[address] = time.monotonic() + DOWN_PAUSE_S
-        self._nodes[address].connect_s = self._again_s
         self.servers.failed(name_of(address), error, is_skipped=is_skipped)
 
     def _find_owners(self, until: float) -> None:
@@ -202,16 +221,15 @@ class RedisCluster(Store):
                 break
             node = self._nodes.get(address) or self._open(*address)
             try:
-                node.connect()
+                node.connect(self._least_s if address in self._down_until else CONNECT_S)
                 masters = masters_of(node.cluster_slots(time.monotonic() + CONNECT_S), address)
                 if not masters:
-                    raise StoreError(
-                        "cluster", f"{name_of(address)} knows no master with slots: {NO_SLOTS}", final=True
-                    )
+                    raise StoreError(StoreFault.CLUSTER, f"{name_of(address)} knows no master with slots: {NO_SLOTS}")
             except (StoreError, ValueError) as error:
                 node.close()
                 self._unhelpful[address] = time.monotonic()
-                failure = error if isinstance(error, StoreError) else StoreError("protocol", f"{self._name}: {error}.")
+                why = f"{self._name}: {error}."
+                failure = error if isinstance(error, StoreError) else StoreError(StoreFault.PROTOCOL, why)
                 continue
             self._unhelpful.clear()
             self._use(masters, {**self._nodes, address: node})
@@ -243,16 +261,28 @@ class RedisCluster(Store):
             node.interrupt()
 
     def ping(self, deadline: float) -> None:
-        self._owners, until = [], time.monotonic() + FIND_S
-        for node in self._nodes.values():
-            node.connect_s = CONNECT_S  # nobody waits for a ping
-        self._down_until = dict.fromkeys(self._down_until, 0.0)
-        self._connect(until)
-        for address in self._nodes:
-            self._down_until.setdefault(address, 0.0)  # so that each is pinged
-        up = self._reachable(until)
-        if len({at * COPIES // SLOTS for at, owner in enumerate(self._owners) if owner in up}) < NEEDED_COPIES:
+        self._owners = []
+        self._down_until.clear()  # nobody waits for a ping: each gets the time of one that has not failed
+        up = self._connect(time.monotonic() + FIND_S)
+        until = time.monotonic() + CONNECT_S
+        sent = [address for address in up if self._pings(address, Redis.send_ping, until)]
+        # All have the same time; answers after that of one that is silent came while it was waited for.
+        answer = set[Address]()
+        for address in sent:
+            if self._pings(address, Redis.ping_answer, max(until, time.monotonic() + self._least_s)):
+                answer.add(address)
+                self._answered(address)
+        if len({at * COPIES // SLOTS for at, owner in enumerate(self._owners) if owner in answer}) < NEEDED_COPIES:
             raise self._too_few()
+
+    def _pings(self, address: Address, part: Callable[[Redis, float], None], deadline: float) -> bool:
+        """Run a part of a ping of a master; return whether it succeeded."""
+        try:
+            part(self._nodes[address], deadline)
+        except StoreError as error:
+            self._skip(address, error)
+            return False
+        return True
 
     def usage(self, deadline: float) -> StoreUsage | None:
         """Add up the answers of all reachable masters; without a limit if one has none."""
@@ -273,7 +303,7 @@ class RedisCluster(Store):
         try:
             numbers, _ = self._ask_all([], deadline, [name for one in fingerprints for name in copies_of(one)])
         except StoreError as error:
-            if error.kind != "generation":
+            if error.kind is not StoreFault.GENERATION:
                 raise
             self.connect()
             return super().generations(fingerprints, deadline)  # one of them has no number
@@ -297,7 +327,7 @@ class RedisCluster(Store):
             try:
                 self._raise_copies(numbers, generation, deadline)
             except StoreError as error:
-                if error.kind in SKIPPED_AFTER:
+                if error.kind.skips_server:
                     raise
                 self._raise_at = time.monotonic() + RAISE_PAUSE_S  # a node with write permission does it
         return generation
@@ -310,14 +340,15 @@ class RedisCluster(Store):
     ) -> tuple[dict[bytes, int], list[bool]]:
         """Ask all masters at once, then receive from one after the other: the reachable copies of generations, and
         which names exist. ``touches``: those that do count as used."""
-        parts, copies_at = self._by_owner(names, deadline), self._by_owner(copies, deadline)
+        up = self._reachable(deadline)
+        parts, copies_at = self._by_owner(names, up), self._by_owner(copies, up)
         if copies and sum(map(len, copies_at.values())) < NEEDED_COPIES:
             raise self._too_few()
         found, numbers = [False] * len(names), {}
         addresses = list(dict.fromkeys([*parts, *copies_at]))
         for address in addresses:
             asked = [names[at] for at in parts.get(address, ())]
-            with self._exchange(address) as node:
+            with self._exchange(address, sends_only=True) as node:
                 if touches:
                     node.send_touches(asked, deadline)
                 else:
@@ -335,12 +366,12 @@ class RedisCluster(Store):
         return numbers, found
 
     def get(self, requests: Sequence[GetRequest], patience_s: float) -> Iterator[Received | StoreError | None]:
-        names, until = [block_name(request.group, request.key) for request in requests], time.monotonic() + patience_s
-        parts = self._by_owner(names, until)
+        names = [block_name(request.group, request.key) for request in requests]
+        parts = self._by_owner(names, self._reachable(time.monotonic() + patience_s))
         owner = {at: address for address, places in parts.items() for at in places}
         for address, places in parts.items():
-            with self._exchange(address) as node:
-                node.send_gets([requests[at] for at in places], until)
+            with self._exchange(address, sends_only=True) as node:
+                node.send_gets([requests[at] for at in places], time.monotonic() + patience_s)
         for at, request in enumerate(requests):
             if at not in owner:
                 yield None
@@ -356,10 +387,11 @@ class RedisCluster(Store):
             yield received
 
     def put(self, requests: Sequence[PutRequest], deadline: float) -> list[bool | None]:
-        parts = self._by_owner([block_name(block.group, block.key) for block, _ in requests], deadline)
+        names = [block_name(block.group, block.key) for block, _ in requests]
+        parts = self._by_owner(names, self._reachable(deadline))
         stored: list[bool | None] = [None] * len(requests)
         for address, places in parts.items():
-            with self._exchange(address) as node:
+            with self._exchange(address, sends_only=True) as node:
                 node.send_puts([requests[at] for at in places], deadline)
         for address, places in parts.items():
             with self._exchange(address, skips_busy=True) as node:
@@ -369,7 +401,7 @@ class RedisCluster(Store):
 
     def remove(self, group: BlockGroup, keys: Sequence[bytes], deadline: float) -> None:
         names = block_names(group, keys)
-        for address, places in self._by_owner(names, deadline).items():
+        for address, places in self._by_owner(names, self._reachable(deadline)).items():
             with self._exchange(address) as node:
                 node.remove_names([names[at] for at in places], deadline)
 
@@ -378,10 +410,12 @@ class RedisCluster(Store):
         return max(self._raise_copies(numbers, generation, deadline))
 
     @contextmanager
-    def _exchange(self, address: Address, *, skips_busy: bool = False) -> Iterator[Redis]:
+    def _exchange(self, address: Address, *, skips_busy: bool = False, sends_only: bool = False) -> Iterator[Redis]:
         """Run a part of an exchange with a master. If it fails, close all: other masters' answers may be coming.
 
-        ``skips_busy``: end the part without an error if the master is busy; others are served as before.
+        Args:
+            skips_busy: end the part without an error if the master is busy; others are served as before.
+            sends_only: whether no answer is received, so that the master may be silent all the same.
         """
         node = self._nodes[address]
         try:
@@ -392,17 +426,24 @@ class RedisCluster(Store):
                     self._pause(address, elsewhere[Refusal.DOWN], is_skipped=True)
                 if Refusal.DOWN in elsewhere or Refusal.MOVED in elsewhere:
                     self._stale_at = 0.0
+            elif not sends_only:
+                self._answered(address)
         except StoreError as error:
-            is_skipped = skips_busy and error.kind == "busy"
-            if error.kind in SKIPPED_AFTER:
+            is_skipped = skips_busy and error.kind is StoreFault.BUSY
+            if error.kind.skips_server:
                 self._pause(address, error, is_skipped=is_skipped)
             if not is_skipped:
                 self.close()
                 raise
 
+    def _answered(self, address: Address) -> None:
+        """Record that a master answers: another connection may have recorded that it does not."""
+        if not self.servers.all_answer:
+            self.servers.answered(name_of(address))
+
     def _too_few(self) -> StoreError:
-        why = next((f" {server.problem}" for server in self.servers if not server.answers), "")
-        return StoreError("unreachable", f"Too many masters of the cluster at {self._name} cannot be used.{why}")
+        why = f"Too many masters of the cluster at {self._name} cannot be used.{self._why()}"
+        return StoreError(StoreFault.UNREACHABLE, why, is_lasting=False)
 
     def _raise_copies(self, numbers: Mapping[bytes, int], generation: int, deadline: float) -> list[int]:
         """Raise copies of a generation from these numbers to at least ``generation``; return their numbers then."""
@@ -415,9 +456,8 @@ class RedisCluster(Store):
             found.append(number)
         return found
 
-    def _by_owner(self, names: Sequence[bytes], deadline: float) -> dict[Address, list[int]]:
-        """Return the indices of the names of each reachable master."""
-        up = self._reachable(deadline)
+    def _by_owner(self, names: Sequence[bytes], up: Collection[Address]) -> dict[Address, list[int]]:
+        """Return the indices of the names of each of these masters."""
         parts: dict[Address, list[int]] = {}
         for at, name in enumerate(names):
             address = self._owners[slot_of(name)]

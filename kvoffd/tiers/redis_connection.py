@@ -18,7 +18,7 @@ from typing import Any
 from kvoffd.system.files import address_of, drop_bytes
 from kvoffd.system.native import NUMBER, VOID_P, declare, native
 from kvoffd.tiers.header import HEADER_BYTES
-from kvoffd.tiers.store import StoreError, name_of
+from kvoffd.tiers.store import StoreError, StoreFault, name_of
 
 declare(keep_gil=False, receive=(ctypes.c_int64, *(NUMBER,) * 5, VOID_P, VOID_P, VOID_P, NUMBER))
 
@@ -106,11 +106,11 @@ class RedisConnection:
                 raise
         except ssl.SSLCertVerificationError as error:
             why = f"The certificate of {self.name} is not accepted: {error.verify_message}"
-            raise StoreError("tls", f"{why}. Name its CA in SSL_CERT_FILE.", final=True) from error
+            raise StoreError(StoreFault.TLS, f"{why}. Name its CA in SSL_CERT_FILE.") from error
         except (OSError, ValueError) as error:  # an invalid host name is a ValueError
             hint = WANTS_NO_TLS if "handshake" in str(error) or "SSL" in str(error) else ""
             why = f"{self.name} cannot be reached: {getattr(error, 'strerror', None) or error}.{hint}"
-            raise StoreError("unreachable", why, final=True) from error
+            raise StoreError(StoreFault.UNREACHABLE, why) from error
         if self._refused_by not in (None, self._server):  # the name leads to another server than the one that refused
             self._demoted.address = self._refused_by
         if self._demoted.address == self._server:  # it was made primary again, or the name has several addresses
@@ -236,7 +236,7 @@ class RedisConnection:
     def _ready(self, deadline: float) -> Iterator[socket.socket]:
         """Give the socket, with its timeout set to the time left. Its errors become StoreErrors."""
         if self._socket is None:
-            raise StoreError("unreachable", f"{self.name} is not connected.")
+            raise StoreError(StoreFault.DISCONNECTED, f"{self.name} is not connected.")
         left = deadline - time.monotonic()
         if left <= 0:
             raise self._lost(TimeoutError("it does not answer in time"))
@@ -250,15 +250,15 @@ class RedisConnection:
         """Close the connection; return the error to raise."""
         self.close()
         if isinstance(why, TimeoutError):
-            return StoreError("timeout", f"The connection to {self.name} is closed: {why}.")
+            return StoreError(StoreFault.TIMEOUT, f"The connection to {self.name} is closed: {why}.")
         hint = " If it requires client certificates, set tls-auth-clients no." if self._tls else WANTS_TLS
         hint = "" if self._answered else hint
-        return StoreError("disconnected", f"The connection to {self.name} is lost: {why}.{hint}")
+        return StoreError(StoreFault.DISCONNECTED, f"The connection to {self.name} is lost: {why}.{hint}")
 
     def protocol_error(self, why: str) -> StoreError:
         """Close the connection; return the error to raise."""
         self.close()
-        return StoreError("protocol", f"{self.name} violates the Redis protocol: {why}.")
+        return StoreError(StoreFault.PROTOCOL, f"{self.name} violates the Redis protocol: {why}.")
 
 
 def _connected(places: Sequence[Any], deadline: float) -> socket.socket:

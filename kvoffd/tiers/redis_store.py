@@ -24,6 +24,7 @@ from kvoffd.tiers.store import (
     Servers,
     Store,
     StoreError,
+    StoreFault,
     StoreUsage,
     name_of,
 )
@@ -37,6 +38,8 @@ MAX_ELEMENTS = 16_384, 1024, 1024, 1024, 0
 """Limits of a list and of lists nested in it: a cluster's slot ranges, their fields, those of a server, its names."""
 MAX_NAME_BYTES, MAX_NUMBER = 1024, 10**18
 MAX_QUOTED_CHARACTERS = 200
+TURN_MS, TURNS, TURN_PAUSE_S = 50, 4, 0.002
+"""Time of a node's turn to raise a generation, turns for which another one waits, and the pause until it asks again."""
 NEEDED_COMMANDS = (
     "~kvoffd/* +ping +get +exists +touch +expire +set +incrby +unlink, of a cluster +cluster|slots, "
     "and where the URL names a database +select"
@@ -71,7 +74,8 @@ class Redis(Store):
     ) -> None:
         self._name = name_of((host, port))
         self.servers = Servers(self._name)
-        self.connect_s = CONNECT_S
+        self.connected_in_s = 0.0
+        """Time that the last connecting took; 0 before it."""
         self._connection = RedisConnection((host, port), tls=tls, demoted=demoted or Demoted())
         self._database = database
         self._credentials = credentials
@@ -88,11 +92,12 @@ class Redis(Store):
 
     # --- the connection --------------------------------------------------------------------------
 
-    def connect(self) -> None:
+    def connect(self, connect_s: float = CONNECT_S) -> None:
+        """See ``Store``. ``connect_s``: see ``RedisConnection.open``."""
         if self._connection.is_usable():
             return
         self.close()
-        deadline = self._connection.open(self.connect_s)
+        deadline = self._connection.open(connect_s)
         user, password = self._credentials
         if password:
             # A password from a variable need not be UTF-8.
@@ -100,6 +105,7 @@ class Redis(Store):
             self._command([b"AUTH", *words], deadline)
         if self._database:
             self._command([b"SELECT", b"%d" % self._database], deadline)
+        self.connected_in_s = time.monotonic() - (deadline - connect_s)
 
     def close(self) -> None:
         self._unasked.clear()
@@ -109,7 +115,15 @@ class Redis(Store):
         self._connection.interrupt()
 
     def ping(self, deadline: float) -> None:
-        self._command([b"PING"], deadline)
+        self.send_ping(deadline)
+        self.ping_answer(deadline)
+
+    def send_ping(self, deadline: float) -> None:
+        """Send a ping, whose answer ``ping_answer`` receives."""
+        self._send_words([b"PING"], deadline)
+
+    def ping_answer(self, deadline: float) -> None:
+        self._check(self._connection.line(deadline), b"+")
 
     def usage(self, deadline: float) -> StoreUsage | None:
         self._send_words([b"INFO"], deadline)
@@ -132,7 +146,7 @@ class Redis(Store):
                 try:
                     found.append(self.generation_answer(name, deadline) or 0)
                 except StoreError as error:
-                    if error.kind != "generation":
+                    if error.kind is not StoreFault.GENERATION:
                         raise
                     found.append(error)
                     break
@@ -176,9 +190,6 @@ class Redis(Store):
             case int(length):
                 is_short = length <= LINE_BYTES
                 text = self._connection.take(length + 2, deadline)[:-2] if is_short else b"long"
-        return self._decode_generation(name, text)
-
-    def _decode_generation(self, name: bytes, text: bytes) -> int:
         try:
             return decode_generation(text, f"The value of {name.decode()} at {self._name}")
         except StoreError:
@@ -295,17 +306,35 @@ class Redis(Store):
         return self.raise_stored(generation_name(fingerprint), seen, generation, deadline)
 
     def raise_stored(self, name: bytes, seen: int, generation: int, deadline: float) -> int:
-        """Raise the generation of this name, as ``raise_generation`` does."""
+        """Raise the generation of this name, as ``raise_generation`` does.
+
+        INCRBY never lowers it. But many nodes raise it at once after a failover to a replica without the last clear. If
+        each added what it lacks, they would together pass ``MAX_AHEAD_S``: no node could follow. So they take turns.
+        """
         if not seen:  # if several nodes find it missing, after a server lost it, only one may write it
             self._send_words([b"SET", name, b"%d" % generation, b"NX"], deadline)
             if (line := self._connection.line(deadline)) != b"$-1":
                 self._check(line, b"+")
                 return generation
-            seen = self.stored_generation(name, deadline)
+        until = time.monotonic() + TURNS * TURN_MS / 1000
+        while True:
+            is_turn, seen = self._take_turn(name, deadline)
             if seen >= generation:
                 return seen
+            if is_turn or time.monotonic() >= until:
+                break
+            time.sleep(TURN_PAUSE_S)
         self._send_words([b"INCRBY", name, b"%d" % (generation - seen)], deadline)
-        return self._decode_generation(name, self._check(self._connection.line(deadline), b":"))
+        return int(self._reply(deadline, b":"))
+
+    def _take_turn(self, name: bytes, deadline: float) -> tuple[bool, int]:
+        """Take the turn to raise a generation, which ends by itself, unless another node has it. Return whether this
+        node has it, and the generation."""
+        words = b"SET", b"kvoffd/2/turn/{%s}" % name, b"1", b"PX", b"%d" % TURN_MS, b"NX"  # in a cluster in its slot
+        self._connection.send([b"*6\r\n", *map(_bulk, words), _repeated(b"GET", [name])], deadline)
+        if (line := self._connection.line(deadline)) != b"$-1":
+            self._check(line, b"+")
+        return line != b"$-1", self.generation_answer(name, deadline) or 0
 
     # --- RESP ------------------------------------------------------------------------------------
 
@@ -341,24 +370,24 @@ class Redis(Store):
         name, text = self._name, self._quoted(line[1:])
         match refusal:
             case Refusal.BUSY:
-                return StoreError("busy", f"{name} is busy and answers: {text.rstrip('.')}.")
+                return StoreError(StoreFault.BUSY, f"{name} is busy and answers: {text.rstrip('.')}.")
             case Refusal.FORBIDDEN:
                 why = f"{name} does not permit this user to do that ({text}); it needs {NEEDED_COMMANDS}."
-                return StoreError("forbidden", why, final=True)
+                return StoreError(StoreFault.FORBIDDEN, why)
             case Refusal.REPLICA:
                 cure = "The name is resolved again before the next write, as after a failover; else name its primary."
-                return StoreError("refused", f"{name} is a read-only replica ({text.rstrip('.')}). {cure}")
+                return StoreError(StoreFault.REFUSED, f"{name} is a read-only replica ({text.rstrip('.')}). {cure}")
             case Refusal.LOGIN:
                 why = f"{name} refuses the login ({text}); see shared_password_file, which is read at the start."
-                return StoreError("credentials", why, final=True)
+                return StoreError(StoreFault.CREDENTIALS, why)
             case Refusal.DOWN:
                 why = "some slots have no master; repair it, or set cluster-require-full-coverage no."
-                return StoreError("cluster", f"The cluster of {name} is down ({text}): {why}")
+                return StoreError(StoreFault.CLUSTER, f"The cluster of {name} is down ({text}): {why}")
             case Refusal.MOVED | Refusal.MOVING | Refusal.CROSS_SLOT:
                 why = f"{name} is in a cluster: name it redis+cluster://, or it changed ({text})."
-                return StoreError("cluster", why)
+                return StoreError(StoreFault.CLUSTER, why)
         hint = " Name it redis://." if "cluster support disabled" in text else ""
-        return StoreError("refused", f"{name} answers: {text.rstrip('.')}.{hint}")
+        return StoreError(StoreFault.REFUSED, f"{name} answers: {text.rstrip('.')}.{hint}")
 
     def _quoted(self, line: bytes) -> str:
         """Return a server's text for the log, without the password, which an error about AUTH repeats in part."""

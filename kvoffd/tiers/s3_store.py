@@ -30,6 +30,7 @@ from kvoffd.tiers.store import (
     Received,
     Store,
     StoreError,
+    StoreFault,
 )
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.units import printable
@@ -62,25 +63,28 @@ the part of a call's time in which they begin: the rest is for the answer."""
 LATE_S, LATE_SHARE = 0.1, 0.2
 """Time before a call's deadline from when on it does not wait for single requests that have not been answered, so that
 the other answers come in time; at most this part of the call's time."""
-BUSY = "busy"
-UNANSWERED = BUSY, "timeout"
+UNANSWERED = StoreFault.BUSY, StoreFault.TIMEOUT
 """Kinds of errors that concern one request alone if others were answered."""
 ERRORS = (
-    ("full", "507|Quota|StorageFull|InsufficientStorage|InsufficientCapacity|EntityTooLarge", "it accepts no more"),
-    ("clock", "RequestTimeTooSkewed|RequestExpired", "set this machine's clock"),
-    ("bucket", "NoSuchBucket", "make the bucket, or check its name and endpoint"),
     (
-        "region",
-        "AuthorizationHeaderMalformed|PermanentRedirect",
+        StoreFault.FULL,
+        "507|Quota|StorageFull|InsufficientStorage|InsufficientCapacity|EntityTooLarge",
+        "it accepts no more",
+    ),
+    (StoreFault.CLOCK, "RequestTimeTooSkewed|RequestExpired", "set this machine's clock"),
+    (StoreFault.BUCKET, "NoSuchBucket", "make the bucket, or check its name and endpoint"),
+    (
+        StoreFault.REGION,
+        "AuthorizationHeaderMalformed|PermanentRedirect|redirects",
         "check its region, which the URL names as region=NAME",
     ),
     (
-        "credentials",
+        StoreFault.CREDENTIALS,
         "401|403|AccessDenied|ExpiredToken|InvalidToken|TokenRefreshRequired",
         "check the credentials, which are read at the start; they need s3:GetObject, s3:PutObject, s3:DeleteObject and "
         "s3:ListBucket",
     ),
-    (BUSY, "429|503|SlowDown", "it is overloaded"),
+    (StoreFault.BUSY, "429|503|SlowDown", "it is overloaded"),
 )
 """Kinds of errors, a pattern of an answer's status and code, and the hint; the first match counts."""
 KEY_VARIABLES = {"AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE"}
@@ -196,7 +200,7 @@ class S3(Store):
     async def _numbers(self, names: Sequence[bytes]) -> list[int | StoreError]:
         if len(names) >= LISTED_FROM:
             await self._list_generations(names)
-        unanswered = StoreError("timeout", f"{self._bucket.name} did not answer about a generation in time.")
+        unanswered = StoreError(StoreFault.TIMEOUT, f"{self._bucket.name} did not answer about a generation in time.")
         found = list[int | StoreError]()
         for at in range(0, len(names), REQUESTS_AT_ONCE):
             asked = [self._number(name) for name in names[at : at + REQUESTS_AT_ONCE]]
@@ -208,7 +212,7 @@ class S3(Store):
         try:
             return await self._generation(name)
         except StoreError as error:
-            if error.kind != "generation":
+            if error.kind is not StoreFault.GENERATION:
                 raise
             return error
 
@@ -271,7 +275,7 @@ class S3(Store):
             there = task.done() and not task.exception()
             return task.result() if there else self._run(self._patiently(task, patience_s), inf)
         except StoreError as error:
-            if error.kind != BUSY:
+            if error.kind is not StoreFault.BUSY:
                 raise
             return error
 
@@ -307,7 +311,7 @@ class S3(Store):
             path = self._path(name)
             await self._request(lambda: obstore.put_async(self._bucket.client, path, whole, use_multipart=False))
         except Exception as error:
-            if self._error(error).kind == "full":
+            if self._error(error).kind is StoreFault.FULL:
                 return False
             raise
         return True
@@ -326,7 +330,7 @@ class S3(Store):
             return found  # the number that was seen may be some seconds old
         self._generations.pop(name, None)
         if not self._run(self._put(name, [b"%d" % generation]), deadline):
-            raise StoreError("full", f"{self._bucket.name} accepts no more.")
+            raise StoreError(StoreFault.FULL, f"{self._bucket.name} accepts no more.")
         return generation
 
     def _path(self, name: bytes) -> str:
@@ -434,7 +438,7 @@ class S3(Store):
                 raise
             except Exception as error:
                 late = time.monotonic() + pause_s > self._retry_until
-                if late or self._error(error).kind != BUSY:
+                if late or self._error(error).kind is not StoreFault.BUSY:
                     raise
             await asyncio.sleep(pause_s)
         return await send()
@@ -485,28 +489,32 @@ class S3(Store):
             return error
         name, text = self._bucket.name, str(error)[:MAX_QUOTED_CHARACTERS]
         if isinstance(error, TimeoutError) or "TimedOut" in text:
-            return StoreError("timeout", f"{name} does not answer in time.{self._bucket.no_keys}")
+            return StoreError(StoreFault.TIMEOUT, f"{name} does not answer in time.{self._bucket.no_keys}")
         if isinstance(error, asyncio.CancelledError):
-            return StoreError("disconnected", f"A request to {name} was interrupted.")
+            return StoreError(StoreFault.DISCONNECTED, f"A request to {name} was interrupted.")
         if "://169.254." in text:
             why = f"{name} has no credentials: {_first_line(error)}.{self._bucket.no_keys}"
-            return StoreError("credentials", why, final=True)
+            return StoreError(StoreFault.CREDENTIALS, why)
         code = found[1] if (found := _CODE.search(text)) else ""
         if "redirect without LOCATION" in text:
             code = "PermanentRedirect"
+        elif "error following redirect" in text:  # as in a circle
+            code = "redirects without end"
         status = found[1] if (found := re.search("status code: ([0-9]{3})", text)) else ""
         if answer := " ".join(filter(None, (status, code))):
             for kind, pattern, hint in ERRORS:
                 if re.search(pattern, answer):
-                    return StoreError(kind, f"{name} answers {answer}: {hint}.", final=kind not in ("full", BUSY))
-            return StoreError("protocol", f"{name} answers {answer}.")
+                    return StoreError(kind, f"{name} answers {answer}: {hint}.")
+            return StoreError(StoreFault.PROTOCOL, f"{name} answers {answer}.")
         if "certificate" in text.lower():
             why = f"The certificate of {name} is not accepted: {_first_line(error)}. Name its CA in SSL_CERT_FILE."
-            return StoreError("tls", why, final=True)
+            return StoreError(StoreFault.TLS, why)
         cause = f" ({printable(found[1])})" if (found := _CAUSE.search(text)) else ""
         hint = " If it has no TLS, name its endpoint http://." if "InvalidContentType" in text else ""
-        why = f"{name} cannot be reached: {_first_line(error)}{cause}.{hint}"
-        return StoreError("unreachable", why, final="Connect" in text)
+        why = f"{_first_line(error)}{cause}.{hint}"
+        if "Connect" in text:
+            return StoreError(StoreFault.UNREACHABLE, f"{name} cannot be reached: {why}")
+        return StoreError(StoreFault.DISCONNECTED, f"The connection to {name} is lost: {why}")
 
 
 def _place_of(path: str) -> str:

@@ -35,6 +35,7 @@ from kvoffd.tiers.store import (
     Server,
     Store,
     StoreError,
+    StoreFault,
 )
 from kvoffd.tiers.store_health import StoreHealth
 from kvoffd.tiers.tier import (
@@ -271,7 +272,7 @@ class SharedTier(Tier):
         if overdue and not self.breaker.open:
             self.breaker.failed("ask", at_once=True)
             why = f"Connecting to {self.name} takes too long; check its name and the network."
-            self.failed(StoreError("timeout", why), refuses_writes=False)
+            self.failed(StoreError(StoreFault.TIMEOUT, why), refuses_writes=False)
 
     def _put_due_questions(self) -> None:
         for question in self.health.take_questions():
@@ -293,7 +294,7 @@ class SharedTier(Tier):
         self.closed = True
         for store in self._stores:
             store.interrupt()
-        self._asking.end(StoreError("closed", f"{self.name} is being closed."))
+        self._asking.end(StoreError(StoreFault.CLOSED, f"{self.name} is being closed."))
         self._reading.end((Result.CANCELLED, None))
         self._writing.end(Result.CANCELLED)
         ended = [one.close(until) for one in (self._asking, self._reading, self._writing)]

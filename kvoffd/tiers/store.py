@@ -10,6 +10,7 @@ import sys
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from enum import StrEnum
 from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import parse_qsl, urlsplit
 
@@ -30,21 +31,62 @@ _S3_QUERY = {"endpoint": r"https?://[^/?#@\s]+(/[^?#@\s]*)?", "region": r"[\w-]+
 SCHEMES = (*REDIS_SCHEMES, "s3")
 
 
-UNKEPT = "unkept"
-"""Kind of the error for a generation that a peer follows, and would not know of after a kill."""
+class StoreFault(StrEnum):
+    """Kinds of a store's failures. ``SHARED_ERRORS`` has what operators read of each that is counted.
+
+    Attributes:
+        is_answer: whether the server answered. If it refuses a write so, writes pause; any other failure counts for the
+            breaker.
+        is_lasting: whether trying it again at once is useless: it opens the breaker.
+        skips_server: whether a cluster's other servers are used without this one for a while.
+    """
+
+    is_answer: bool
+    is_lasting: bool
+    skips_server: bool
+
+    def __new__(cls, kind: str, *columns: bool) -> StoreFault:
+        fault = str.__new__(cls, kind)
+        fault._value_ = kind
+        fault.is_answer, fault.is_lasting, fault.skips_server = columns
+        return fault
+
+    # is_answer, is_lasting, skips_server
+    UNREACHABLE = "unreachable", False, True, True
+    TIMEOUT = "timeout", False, False, True
+    DISCONNECTED = "disconnected", False, False, True
+    TLS = "tls", False, True, False
+    HELPER = "helper", False, True, False
+    INTERNAL = "internal", False, False, False
+    BUSY = "busy", True, False, True
+    CREDENTIALS = "credentials", True, True, True
+    FORBIDDEN = "forbidden", True, True, False
+    REGION = "region", True, True, False
+    CLOCK = "clock", True, True, False
+    BUCKET = "bucket", True, True, False
+    CLUSTER = "cluster", True, False, False
+    FULL = "full", True, False, False
+    REFUSED = "refused", True, False, False
+    PROTOCOL = "protocol", True, False, False
+    GENERATION = "generation", True, False, False
+    """One namespace has no valid generation; nothing is wrong with the others."""
+    UNKEPT = "unkept", True, False, False
+    """A peer follows a generation, and would not know of it after a kill."""
+    CLOSED = "closed", False, True, False
+    """The daemon stops."""
 
 
 class StoreError(Exception):
-    """A store failed to do what was asked. ``kind`` is one word for counting, or two joined by ``_``.
+    """A store failed to do what was asked.
 
-    ``final``: retrying at once is useless, as with a wrong password.
+    Args:
+        is_lasting: see ``StoreFault``, if it is not as usual.
     """
 
-    def __init__(self, kind: str, sentence: str, *, final: bool = False) -> None:
+    def __init__(self, kind: StoreFault, sentence: str, *, is_lasting: bool | None = None) -> None:
         super().__init__(sentence)
-        self.kind = kind
-        self.sentence = sentence
-        self.final = final
+        self.kind, self.sentence = kind, sentence
+        self.is_lasting = kind.is_lasting if is_lasting is None else is_lasting
 
 
 def name_of(address: tuple[str, int]) -> str:
@@ -202,7 +244,7 @@ class Store(ABC):
             try:
                 found.append(self.generation(fingerprint, deadline))
             except StoreError as error:
-                if error.kind != "generation":
+                if error.kind is not StoreFault.GENERATION:
                     raise
                 found.append(error)
                 self.connect()

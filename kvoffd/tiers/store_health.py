@@ -7,10 +7,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from kvoffd.tiers.asking_thread import AskingThread, Question
-from kvoffd.tiers.block_threads import NO_ANSWER
 from kvoffd.tiers.breaker import Breaker
 from kvoffd.tiers.fullness import Fullness
-from kvoffd.tiers.store import StoreError, StoreUsage
+from kvoffd.tiers.store import StoreError, StoreFault, StoreUsage
 from kvoffd.tiers.tier import TierStats
 
 logger = logging.getLogger(__name__)
@@ -115,9 +114,9 @@ class StoreHealth:
         if refuses_writes:
             self._accepts_at, self._shown_until = now + FULL_PAUSE_S, now + SHOWN_S
             self._refusal = error.sentence
-        if error.kind == "full":
+        if error.kind is StoreFault.FULL:
             self.fullness.assume_full(SHOWN_S)
-        if now >= self._logged_at + LOGGED_S and error.kind == "internal":
+        if now >= self._logged_at + LOGGED_S and error.kind is StoreFault.INTERNAL:
             self._logged_at = now
             logger.error("A shared store failed unexpectedly.", exc_info=error.__cause__)
 
@@ -157,9 +156,9 @@ class Look(Question):
             asker.store.connect()
             return asker.store.usage(asker.clock() + LOOK_DEADLINE_S)
         except StoreError as error:
-            if error.kind in NO_ANSWER:
+            if not error.kind.is_answer:
                 asker.report(error)
-            elif error.kind != "busy":  # as while it runs a script: it says so later, and is as full as it was
+            elif error.kind is not StoreFault.BUSY:  # as while it runs a script: it is as full as it was
                 return None
             return error
 

@@ -17,7 +17,7 @@ from kvoffd.server import http
 from kvoffd.server.http import LOOP_S, MAX_CONNECTIONS, HttpServer
 from kvoffd_proto.admin import HealthLevel, HealthReply
 from tests.kit.ports import free_port, http_get
-from tests.kit.waiting import wait_until
+from tests.kit.waiting import LONGER_THAN_A_TEST_S, wait_until
 
 
 class FailingDaemon:
@@ -161,6 +161,35 @@ def test_a_loop_that_hangs_is_503_for_all_who_ask_at_once() -> None:
         answers = set(askers.map(lambda _: http_get(port, "/healthz"), range(20)))
         assert answers == {(503, "The loop does not answer.\n")}
         assert LOOP_S <= time.monotonic() - began < 5 * LOOP_S
+
+
+def test_a_question_about_this_machines_names_that_hangs_is_waited_for_for_a_while(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As of a server of names that is gone. Those who ask meanwhile wait for the same question."""
+    questions, ended = list[int](), threading.Event()
+
+    def hang() -> str:
+        questions.append(1)
+        ended.wait(LONGER_THAN_A_TEST_S)
+        return "node.example"
+
+    monkeypatch.setattr(http, "NAMES_S", 0.1)
+    monkeypatch.setattr(socket, "getfqdn", hang)
+    daemon = FailingDaemon()
+    daemon.mended = True
+
+    def ask(host: str) -> bytes:
+        with socket.create_connection(("127.0.0.1", port), 30.0) as asking:
+            asking.sendall(b"GET /healthz HTTP/1.1\r\nHost: %s\r\n\r\n" % host.encode())
+            return asking.recv(4096).split(b"\r\n")[0]
+
+    with serving(daemon, hangs=False) as port, ThreadPoolExecutor(4) as askers:
+        assert set(askers.map(ask, ["node.example"] * 4)) == {b"HTTP/1.1 403 Forbidden"}
+        assert ask("127.0.0.1") == b"HTTP/1.1 200 OK"
+        assert questions == [1]
+        ended.set()
+        wait_until(lambda: ask("node.example") == b"HTTP/1.1 200 OK")
 
 
 @pytest.mark.parametrize("path", ["/metrics", "/stats.json", "/page.json", "/healthz", "/readyz"])

@@ -16,6 +16,7 @@ import pytest
 from kvoffd.config import Config, DiskSize
 from kvoffd.pool.pool import Pool
 from kvoffd.server.peer_places import PeerPlaces
+from kvoffd.server.peers import Peers
 from kvoffd.server.persistence import State, StateFile
 from kvoffd.server.tier_supervisor import TierSupervisor, make_tiering
 from kvoffd.tiering import TieringSettings, WriteMode
@@ -238,13 +239,13 @@ def test_errors_of_a_disk_are_a_problem_for_an_hour(rig: TiersRig) -> None:
     ],
 )
 def test_a_peer_is_found_by_its_host_however_it_is_written(host: str, peer: str) -> None:
-    configured = SimpleNamespace(_peers=[("node-b", "Node-B:7400"), ("fd00::1", "[fd00::1]:7400")])
+    configured = SimpleNamespace(_single=[("node-b", "Node-B:7400"), ("fd00::1", "[fd00::1]:7400")])
     configured.networks = {"[fd00::/8]:7400": (ip_network("fd00::/8"), 7400)}
     listed = {"10.0.0.2": "10.0.0.2:7500"}
-    configured.peer_places = SimpleNamespace(
+    configured.places = SimpleNamespace(
         find=lambda host: listed.get(host, ""), give=lambda address, **_: f"peer://{address}"
     )
-    assert TierSupervisor.peer_at(cast(Any, configured), host) == peer
+    assert Peers.at(cast(Any, configured), host) == peer
 
 
 def test_a_place_knows_nothing_of_the_peer_that_had_it_before() -> None:

@@ -181,7 +181,7 @@ class Audit:
         if tiering is not None:
             for writer in tiering.writers:
                 pins.update(list(writer.under_way))
-        if (lends := self._service.tier_supervisor.peer_server) is not None:
+        if (lends := self._service.tier_supervisor.peers.server) is not None:
             for lent in lends._lent.values():
                 pins.update(lent.blocks.tolist())
         found = {int(block): int(cache.blocks.pins[block]) for block in np.flatnonzero(cache.blocks.pins)}

@@ -35,7 +35,7 @@ class SimBorrower:
         self._server = PeerServer(service.cache, daemon.clock, lambda: state.is_saved, state.generations)
         self._knows: Counter[bytes] = Counter()
         """Generations of namespaces that it has raised, as another node's administrator does."""
-        service.tier_supervisor.peer_server = self._server
+        service.tier_supervisor.peers.server = self._server
         self._ids = 0
         self._lent: dict[int, list[Slot]] = {}
         self._after = daemon.process.after

@@ -17,7 +17,7 @@ from kvoffd.tiers.fleet_clears import Poll
 from kvoffd.tiers.header import HEADER_BYTES, Block, BlockGroup, decode_header, encode_header, make_block_group
 from kvoffd.tiers.names import block_name, block_names
 from kvoffd.tiers.shared import SharedTier
-from kvoffd.tiers.store import GetRequest, PutRequest, Received, Store, StoreError
+from kvoffd.tiers.store import GetRequest, PutRequest, Received, Store, StoreError, StoreFault
 from kvoffd.tiers.store_health import Look
 from kvoffd.tiers.tier import ReadEnd, Result
 from tests.sim.clock import Broken, Clock, Stops
@@ -95,7 +95,7 @@ class SimStore(Store):
 
     def connect(self) -> None:
         if self._tier.clock() < self._tier.objects.dark_until:
-            raise StoreError("unreachable", "It is dark.", final=True)
+            raise StoreError(StoreFault.UNREACHABLE, "It is dark.")
 
     def ping(self, deadline: float) -> None:
         """Connected, it serves."""
@@ -114,7 +114,7 @@ class SimStore(Store):
         for group, key, views in requests:
             name = block_name(group, key)
             if self._tier.hit("fail"):
-                raise StoreError("disconnected", "It failed.")
+                raise StoreError(StoreFault.DISCONNECTED, "It failed.")
             if self._tier.hit("forget"):
                 self._there.pop(name, None)
             if (data := self._there.get(name)) is None:
@@ -135,7 +135,7 @@ class SimStore(Store):
 
     def put(self, requests: Sequence[PutRequest], deadline: float) -> Sequence[bool]:
         if self._tier.hit("fail"):
-            raise StoreError("timeout", "It failed.")
+            raise StoreError(StoreFault.TIMEOUT, "It failed.")
         for block, views in requests:
             self._tier.objects.put(block_name(block.group, block.key), b"".join([encode_header(block), *views]))
         return [True] * len(requests)

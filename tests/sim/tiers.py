@@ -54,7 +54,7 @@ def followed_of(state: State) -> dict[bytes, int]:
 
 class SimTiers(TierSupervisor):
     tiering: Tiering
-    shared: list[SimShared]  # type: ignore[assignment]
+    _stores: list[SimShared]  # type: ignore[assignment]
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class SimTiers(TierSupervisor):
         self.disk.check_dropped(self.disk.blocks())
 
     def share_one(self, tier: SimShared) -> None:
-        self.shared.append(tier)
+        self._stores.append(tier)
         self.tiering.add_store(tier, self._settings(WriteMode(self._config.shared_write)))
         self.tiering.sources[-1].reads.speed = BentSpeed(self._clock)
 
@@ -96,13 +96,13 @@ class SimTiers(TierSupervisor):
 
     def stop_sharing(self, fingerprint: bytes) -> None:
         self._stop_sharing(fingerprint)
-        for tier in self.shared:
+        for tier in self._stores:
             tier.left.add(fingerprint)
         self._check_gone(fingerprint)
 
     def followed(self, fingerprint: bytes) -> None:
         self._followed(fingerprint)
-        for tier in self.shared:
+        for tier in self._stores:
             tier.left.discard(fingerprint)
             tier.objects.left.discard(fingerprint)
         self._check_gone(fingerprint)
@@ -122,7 +122,7 @@ class SimTiers(TierSupervisor):
     @property
     def busy(self) -> bool:
         return self.disk.busy or any(
-            one.queued_reads + one.queued_writes for one in (tier.stats() for tier in self.shared)
+            one.queued_reads + one.queued_writes for one in (tier.stats() for tier in self._stores)
         )
 
     def dropped(self, request: m.Invalidate | m.Reset | a.Clear, before: int) -> Callable[[], None]:
@@ -141,7 +141,7 @@ class SimTiers(TierSupervisor):
 
         def kept() -> None:
             for_good()
-            for tier in self.shared if isinstance(request, m.Reset) else ():
+            for tier in self._stores if isinstance(request, m.Reset) else ():
                 tier.objects.left |= tier.left & {request.namespace}
 
         return kept

@@ -97,6 +97,8 @@ class FaultyStore(ServerThread):
             connection.sendall(b":%s\r\n" % self.values[arguments[0]])
         elif name == b"SET" and arguments[-1] == b"NX" and arguments[0] in self.values:
             connection.sendall(b"$-1\r\n")
+        elif name == b"SET" and b"PX" in arguments:  # it has passed by now
+            connection.sendall(b"+OK\r\n")
         elif name == b"SET":
             self.values[arguments[0]] = arguments[1]
             connection.sendall(b"+OK\r\n")

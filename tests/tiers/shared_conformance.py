@@ -168,6 +168,18 @@ class SharedConformance:
         for one in stores:
             one.close()
 
+    def test_nodes_that_all_find_an_old_number_raise_it_together(self, url: str) -> None:
+        """As after a failover to a replica without the last clear. What each lacks, added up, would be years ahead."""
+        stores = [open_store(url, Credentials())() for _ in range(3)]
+        until = time.monotonic() + 30.0
+        for one in stores:
+            one.connect()
+        assert stores[0].raise_generation(ONE, 0, 5, until) == 5
+        assert [one.raise_generation(ONE, 5, 900, until) for one in stores] == [900, 900, 900]
+        assert stores[0].raise_generation(ONE, 900, 901, until) == 901, "whose turn it was"
+        for one in stores:
+            one.close()
+
     def test_closing_ends_everything_once(self, node: Nodes) -> None:
         rig = node()
         blocks = [rig.block(number, (1 << 20,)) for number in range(8)]
@@ -262,6 +274,7 @@ class FaultConformance:
             assert rig.ask(rig.block(10 + asked)) != [Answer.YES]
             asked += 1
         assert asked >= MAX_FAILURES
+        rig.until(lambda: bool(rig.tier.health.problem))
         rig.question([b"k" * 32], prefix=True, fingerprint=ONE, length=5000)
         assert rig.answers(ONE, [b"k" * 32]) == [Answer.UNKNOWN], "an open breaker asks nothing"
         double.delay_s = 0.0

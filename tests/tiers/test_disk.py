@@ -14,6 +14,7 @@ from kvoffd.pool.checksums import digest
 from kvoffd.system.threads import ENDED_AT_ONCE
 from kvoffd.tiers.disk import HANG_TIMEOUT_S
 from kvoffd.tiers.disk_file import INDEX_NAME, default_region_bytes
+from kvoffd.tiers.disk_map import Region
 from kvoffd.tiers.header import Block, make_block_group
 from kvoffd.tiers.tier import Result
 from tests.kit.amount import TIMES
@@ -405,6 +406,49 @@ def test_a_record_that_could_not_be_cleared_is_cleared_while_a_read_has_its_slot
     rig.kill()
     assert rig.there(range(3)) == [0]
     rig.check()
+
+
+@pytest.mark.parametrize("ends", ["restart", "kill"])
+def test_a_region_whose_records_cannot_be_cleared_keeps_its_size_until_they_are(rig: DiskRig, ends: str) -> None:
+    """Else removed blocks would be found again where the records say."""
+    rig.write(*map(block_of, range(CAPACITY)))
+    large = make_block_group(OTHER, 0, 0, [60_000])
+    rig.files.fault = fails_always("note")
+    assert rig.write(block_of(99, large)) == [None]
+    evicted = sorted({*range(CAPACITY)} - {*rig.there(range(CAPACITY))})
+    assert evicted, "a region goes"
+    rig.check()
+    rig.files.fault = no_fault
+    rig.remove(*evicted)
+    rig.work()
+    (rig.restart if ends == "restart" else rig.kill)()
+    assert rig.there(evicted) == []
+    rig.check()
+    assert any(rig.write(block_of(99, large)) == [DONE] for _ in range(4)), "now it has the other size"
+
+
+def test_a_region_of_another_size_is_judged_by_the_blocks_that_are_there(rig: DiskRig) -> None:
+    """Those that were used and removed since do not keep it, and another one with more blocks would go."""
+    rig.write(*map(block_of, range(CAPACITY)))
+    first = [number for number in range(CAPACITY) if rig.tier._map.at(slot_of(rig, number))[0] is region_at_hand(rig)]
+    assert len(first) == 8
+    for number in first[:5]:
+        assert rig.read(block_of(number)) is DONE
+    rig.remove(*first[:5])
+    rig.work()
+    large = make_block_group(OTHER, 0, 0, [60_000])
+    assert any(rig.write(block_of(99, large)) == [DONE] for _ in range(4))
+    assert sorted({*range(CAPACITY)} - {*rig.there(range(CAPACITY))}) == first
+    rig.check()
+
+
+def slot_of(rig: DiskRig, number: int) -> int:
+    (slot,) = rig.tier._map.slots_of(GROUP, [key_of(number)])
+    return slot
+
+
+def region_at_hand(rig: DiskRig) -> Region:
+    return next(iter(rig.tier._map.regions.values()))
 
 
 @pytest.mark.parametrize(("fingerprint", "left"), [(ONE, [3]), (None, []), (b"nobody".ljust(32), [1, 2, 3])])

@@ -254,6 +254,31 @@ def test_what_is_wrong_with_a_peer_is_said_of_each(lender: Lender, full: int, ca
     other.close()
 
 
+def test_what_is_wrong_with_the_helper_is_said_of_the_last_one(nixl: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ends before it reads a message, and the one before it hung."""
+    starts = 0
+
+    class Failing(Forked):
+        def __init__(self, command: Sequence[str], pass_fds: Sequence[int], stdin: int) -> None:
+            nonlocal starts
+            starts += 1
+            self.pid = os.fork()
+            if not self.pid:
+                try:
+                    if starts == 1:
+                        time.sleep(LONGER_THAN_A_TEST_S)
+                finally:
+                    os._exit(3)
+
+    monkeypatch.setattr(peer_process, "STARTS_S", 0.05)
+    monkeypatch.setattr(peer_process, "subprocess", SimpleNamespace(Popen=Failing, DEVNULL=subprocess.DEVNULL))
+    reader = Reader(free_port())
+    wait_until(lambda: reader.helper.problem == "The helper process for peers hung while it started, and was killed.")
+    wait_until(lambda: reader.helper.life >= 2)
+    wait_until(lambda: " ended (" in reader.helper.problem, explain=lambda: reader.helper.problem)
+    reader.close()
+
+
 def test_a_peer_that_comes_up_is_used_whatever_was_said_of_it(nixl: None) -> None:
     port = free_port()
     reader = Reader(port)

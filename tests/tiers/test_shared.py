@@ -24,8 +24,9 @@ from kvoffd.tiers.redis_cluster import slot_of
 from kvoffd.tiers.redis_connection import CONNECT_S, Demoted, RedisConnection
 from kvoffd.tiers.redis_store import NEEDED_COMMANDS, Redis
 from kvoffd.tiers.shared import HANGS_S, MAX_REMOVALS, MAX_WRITES, READERS
-from kvoffd.tiers.store import UNKEPT, Credentials, PutRequest, StoreError, open_store
+from kvoffd.tiers.store import Credentials, PutRequest, StoreError, StoreFault, open_store
 from kvoffd.tiers.tier import Result
+from kvoffd_proto.stats import SHARED_ERRORS
 from tests.kit.redis_server import Certificate, RedisServer
 from tests.kit.waiting import LONGER_THAN_A_TEST_S
 from tests.tiers.faulty_store import FaultyStore
@@ -195,6 +196,11 @@ def test_a_servers_errors_show_no_password(store: FaultyStore, password: str, er
     assert "s3cret" not in rig.tier.health.problem
     assert rig.tier.health.problem.isprintable()
     assert len(rig.tier.health.problem) < 400
+
+
+def test_operators_read_what_each_counted_fault_means() -> None:
+    not_counted = {StoreFault.UNKEPT, StoreFault.CLOSED}
+    assert {*StoreFault} - not_counted | {"mismatch"} == SHARED_ERRORS.keys()
 
 
 def test_a_store_that_nobody_asks_is_watched(store: FaultyStore, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -406,7 +412,7 @@ def test_a_peer_with_a_higher_number_gets_one_above_it(
     def unkept(*arguments: Any) -> int:
         raised = right(*arguments)
         if next(calls) == 1:
-            raise StoreError(UNKEPT, "It is not written yet.")
+            raise StoreError(StoreFault.UNKEPT, "It is not written yet.")
         return raised
 
     monkeypatch.setattr(rig.tier._store, "raise_generation", unkept)
@@ -421,7 +427,9 @@ def test_a_peer_that_fails_at_a_raise_refuses_no_writes(
 ) -> None:
     """Nothing is ever written to it, and health would say that it is only read."""
     monkeypatch.setattr(Redis, "follows", True)
-    monkeypatch.setattr(rig.tier._store, "raise_generation", Mock(side_effect=StoreError(kind, "It fails.")))
+    monkeypatch.setattr(
+        rig.tier._store, "raise_generation", Mock(side_effect=StoreError(StoreFault(kind), "It fails."))
+    )
     assert rig.raise_generation(ONE).problem == "It fails."
     rig.until(lambda: rig.kinds[kind] > 0)
     assert rig.tier.health.refusal == ""
@@ -456,7 +464,7 @@ def test_a_peer_that_has_not_followed_is_asked_again_and_holds_no_question_up(
     def unkept(*arguments: Any) -> int:
         if (number := next(calls)) == follows_after:
             return right(*arguments)
-        raise StoreError(UNKEPT, f"It has not, {number} times.")
+        raise StoreError(StoreFault.UNKEPT, f"It has not, {number} times.")
 
     monkeypatch.setattr(rig.tier._store, "raise_generation", unkept)
     one = rig.tier.clears.raise_generation(ONE, rig.tier.generations.next_of_all(ONE), 0)
@@ -536,18 +544,6 @@ def test_a_reader_reads_where_the_generation_is_forgotten(store: FaultyStore) ->
     assert reader.load(block) is DONE
     assert reader.tier.breaker.opened == 0
     assert "+set" in reader.tier.health.refusal
-
-
-def test_two_nodes_raise_a_generation_at_a_time(store: FaultyStore) -> None:
-    stores = [open_store(store.url, Credentials())() for _ in range(2)]
-    until = time.monotonic() + 10.0
-    store.values[generation_name(ONE)] = b"5"
-    for one in stores:
-        one.connect()
-        assert one.generation(ONE, until) == 5
-    assert [one.raise_generation(ONE, 5, 6, until) for one in stores] == [6, 7]
-    for one in stores:
-        one.close()
 
 
 def test_a_new_node_follows_the_first_generation_it_sees(store: FaultyStore) -> None:

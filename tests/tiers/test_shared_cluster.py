@@ -235,15 +235,82 @@ def test_masters_after_silent_ones_have_a_moment_each_to_connect(
         cluster = redis_cluster.RedisCluster("127.0.0.1", store.port, Credentials(), Servers(), Masters(), tls=False)
         limits, connect = list[float](), Redis.connect
 
-        def watched(node: Redis) -> None:
-            limits.append(node.connect_s)
-            connect(node)
+        def watched(node: Redis, connect_s: float) -> None:
+            limits.append(connect_s)
+            connect(node, connect_s)
 
         monkeypatch.setattr(Redis, "connect", watched)
         monkeypatch.setattr(redis_cluster, "FIND_S", 0.0)
+        monkeypatch.setattr(redis_cluster, "AGAIN_FACTOR", 0)
         cluster.ping(time.monotonic() + 1.0)
         cluster.close()
-    assert limits == [CONNECT_S, *[redis_cluster.AGAIN_S] * 4], "the first one said who the masters are"
+    assert limits == [CONNECT_S, *[redis_cluster.AGAIN_S] * 2], "the first one said who the masters are"
+
+
+def test_a_silent_master_takes_no_others_time_to_answer_a_ping(
+    store: FaultyStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(redis_cluster, "FIND_S", 0.1)
+    monkeypatch.setattr(redis_cluster, "CONNECT_S", 0.4)
+    with FaultyStore() as second, FaultyStore() as silent:
+        masters = (silent, " 0-5460"), (store, " 5461-10921"), (second, " 10922-16383")
+        show_nodes([store], *masters)
+        servers = Servers()
+        cluster = redis_cluster.RedisCluster("127.0.0.1", store.port, Credentials(), servers, Masters(), tls=False)
+        store.delay_s = second.delay_s = 2 * redis_cluster.AGAIN_S
+        silent.answering.clear()
+        cluster.ping(time.monotonic() + 1.0)
+        assert [server.answers for server in servers] == [False, True, True]
+        cluster.close()
+
+
+def test_a_master_that_is_far_away_is_used_again_after_a_failure(
+    store: FaultyStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread does not wait long for it, but as long as it takes."""
+    monkeypatch.setattr(redis_cluster, "DOWN_PAUSE_S", 0.0)
+    with FaultyStore() as second:
+        show_nodes([store], (store, " 0-5460"), (second, " 5461-16383"))
+        for one in (store, second):
+            one.forced[b"AUTH"] = b"+OK\r\n"
+            one.delay_s = 1.2 * redis_cluster.AGAIN_S
+        servers, credentials = Servers(), Credentials("", "x")
+        cluster = redis_cluster.RedisCluster("127.0.0.1", store.port, credentials, servers, Masters(), tls=False)
+        cluster.connect()
+        second.error = "LOADING Redis is loading the dataset in memory"
+        with pytest.raises(StoreError):
+            cluster.generation(ONE, time.monotonic() + 10.0)
+        assert not servers.all_answer
+        second.error = ""
+
+        def is_used() -> bool:
+            cluster.connect()
+            return servers.all_answer
+
+        wait_until(is_used)
+        cluster.close()
+
+
+def test_a_master_that_answers_one_thread_again_is_not_called_down_because_of_another(store: FaultyStore) -> None:
+    """As one that has nothing to write since."""
+    with FaultyStore() as second:
+        show_nodes([store], (store, " 0-5460"), (second, " 5461-16383"))
+        servers, masters = Servers(), Masters()
+        asker, writer = (
+            redis_cluster.RedisCluster("127.0.0.1", store.port, Credentials(), servers, masters, tls=False)
+            for _ in range(2)
+        )
+        for one in (asker, writer):
+            one.connect()
+        second.error = "LOADING Redis is loading the dataset in memory"
+        with pytest.raises(StoreError):
+            writer.generation(ONE, time.monotonic() + 10.0)
+        assert not servers.all_answer
+        second.error = ""
+        assert asker.generation(ONE, time.monotonic() + 10.0) == 0
+        assert servers.all_answer
+        for one in (asker, writer):
+            one.close()
 
 
 def test_slots_of_a_master_that_is_cut_off_are_asked_elsewhere(store: FaultyStore) -> None:

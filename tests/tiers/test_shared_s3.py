@@ -119,7 +119,6 @@ def rig(bucket: FaultyBucket) -> SharedRig:
 
 class TestDouble(FaultConformance):
     slow_s = 0.5
-    cut = "unreachable"
     refusals = (
         ((403, "QuotaExceeded"), "full", ""),
         ((507, "XMinioStorageFull"), "full", ""),
@@ -310,6 +309,13 @@ def test_s3_keys_that_nobody_named_are_a_sentence(monkeypatch: pytest.MonkeyPatc
         error = S3(open_bucket(URL, Credentials()))._error(error)
         assert error.kind == kind
         assert error.sentence.endswith(NO_KEYS)
+
+
+def test_a_bucket_that_redirects_in_a_circle_is_elsewhere() -> None:
+    text = "Generic S3 error: Error performing GET http://a/b in 4 ms - HTTP error: error following redirect"
+    error = S3(open_bucket(URL, Credentials("own", "x")))._error(Exception(text))
+    assert error.kind == "region"
+    assert "answers redirects without end: check its region" in error.sentence
 
 
 @pytest.mark.parametrize("whole", [True, False], ids=["the request", "each object"])

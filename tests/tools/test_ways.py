@@ -15,7 +15,7 @@ MOST = {
     "reset": (38, 21),
     "disk-write": (69, 44),
     "promotion": (99, 62),
-    "redis-promotion": (151, 99),
+    "redis-promotion": (150, 98),
 }
 """Functions of each way, and changes of file. Lower them with the way; raise them if the code reads better so."""
 
