@@ -172,6 +172,21 @@ def test_a_full_disk_takes_the_place_of_what_was_not_used(rig: DiskRig) -> None:
     rig.check()
 
 
+@pytest.mark.parametrize("ends", ["killed", "closed"])
+@pytest.mark.parametrize("more", [0, 3, 8, 11, CAPACITY])
+def test_the_next_daemon_evicts_first_what_was_written_first(rig: DiskRig, more: int, ends: str) -> None:
+    """Wherever the hand was. It would evict what was written last from the first slots on."""
+    for number in range(CAPACITY + more):
+        rig.write(block_of(number))
+        rig.clock.now += 1
+    (rig.kill if ends == "killed" else rig.restart)()
+    rig.check()
+    for number in range(CAPACITY + more, CAPACITY + more + 6):
+        assert rig.write(block_of(number)) == [DONE]
+    assert rig.there(range(CAPACITY + more + 6)) == [*range(more + 6, CAPACITY + more + 6)]
+    rig.check()
+
+
 def test_what_is_read_or_written_is_not_taken(rig: DiskRig) -> None:
     rig.write(*map(block_of, range(CAPACITY)))
     reads = [rig.begin_read(block_of(number), slot=16 + number) for number in range(CAPACITY)]
