@@ -303,7 +303,7 @@ class Writer:
             return
         # Lookups that wait for blocks from its tiers have priority, too.
         own_sources = (source for source in self._sources if source.writer is self)
-        busy = self._engines_busy() or any(source.queues.blocks or source.reads.under_way for source in own_sources)
+        busy = self._engines_busy() or any(source.read_order.blocks or source.reads.under_way for source in own_sources)
         begun: list[int] = []
         try:
             self._begin_waiting(begun, busy)

@@ -219,7 +219,7 @@ def test_what_nobody_waits_for_any_more_is_not_read(rig: TieringHarness) -> None
     rig.tiering.pump()
     assert len(rig.tier.jobs) == 2, "an eighth of the pool"
     rig.cache.leases.end(1, [1])
-    assert rig.source.queues.blocks == 1, "of what this one asked for another lookup wants the first three"
+    assert rig.source.read_order.blocks == 1, "of what this one asked for another lookup wants the first three"
     rig.cache.leases.end(1, [2])
     assert rig.source.unended_blocks == 2, "what was begun ends by itself"
     assert rig.states(space, keys_of(7)) == [PENDING]
@@ -501,7 +501,7 @@ def test_several_requests_of_one_lookup_ask_for_no_more_than_leases_may_pin() ->
     leasable = rig.cache.leases.most_bytes // UNIT
     for part in (range(20), range(20, 60)):
         look_up(rig, space, 1, keys_of(*part))
-    assert rig.cache.leases.by_id[1].coming == leasable == rig.source.queues.blocks
+    assert rig.cache.leases.by_id[1].coming == leasable == rig.source.read_order.blocks
     while rig.source.unended_blocks:
         rig.bring_up()
     assert len(rig.cache.leases.by_id[1].blocks) == leasable
@@ -770,7 +770,7 @@ def test_invalidated_keys_leave_a_long_queue_at_once(rig: TieringHarness) -> Non
     space, count = rig.open(), 2048
     rig.put_in_tier(space, keys_of(*range(count)))
     look_up(rig, space, 1, keys_of(*range(count)))
-    queued = next(iter(rig.source.queues.in_order())).fills
+    queued = next(iter(rig.source.read_order.queues())).fills
     assert len(queued) == count
     rig.cache.invalidate(space, [(0, keys_of(*reversed(range(count))))])
     assert not queued
@@ -868,4 +868,4 @@ def test_many_requests_without_space_keep_none_that_fits_waiting() -> None:
     while rig.tiering.background():
         assert failed["no_space"] % ENDED_AT_ONCE == 0
     assert failed == {"no_space": 4 * (count - MAX_WITHOUT_SPACE)}
-    assert rig.source.queues.blocks == 4 * MAX_WITHOUT_SPACE
+    assert rig.source.read_order.blocks == 4 * MAX_WITHOUT_SPACE
