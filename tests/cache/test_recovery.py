@@ -255,7 +255,7 @@ def test_a_block_before_that_is_not_there_any_more_is_ignored() -> None:
     namespace = rig.open()
     store_step(rig, namespace, [1], {})
     store_step(rig, namespace, [2, 3], {0: 1})
-    rig.cache.invalidate(namespace, 0, b"".join(keys_of(1)))
+    rig.cache.invalidate(namespace, [(0, b"".join(keys_of(1)))])
     assert oldest_first(rig) == [3, 2]
     store_step(rig, namespace, range(100, 106), {})  # one of them is where 1 was
     assert oldest_first(rig) == [3, 2, *range(105, 99, -1)]

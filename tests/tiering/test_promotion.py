@@ -586,6 +586,34 @@ def test_prompts_with_parts_in_a_disk_and_in_a_store_do_not_wait_for_each_other(
     check_invariants(rig.cache)
 
 
+def test_prompts_get_space_for_all_of_their_parts_after_one_that_joined_them_was_aborted() -> None:
+    """Each of two fits the pool alone. A third began as each of them does, and is gone before there was space."""
+    rig = TieringHarness(settings=QUIET, regions=4)
+    space, store, prompts = rig.open(), rig.share(QUIET), {1: range(14), 2: range(20, 34)}
+    rig.put_in_tier(space, keys_of(*prompts[1], *prompts[2]))
+    move(rig, space, store, *prompts[1][7:], *prompts[2][7:])
+    pinned = pin_others(rig, space, *range(100, 108))
+    for _ in range(2):
+        for number, prompt in prompts.items():
+            look_up(rig, space, number, keys_of(*prompt), session=number)
+        store.answer()
+    for number, prompt in prompts.items():
+        assert look_up(rig, space, 30 + number, keys_of(*prompt[:3]), session=9) == bytes([PENDING] * 3)
+    rig.tiering.tick()
+    assert not [*rig.tier.jobs, *store.jobs]
+    rig.cache.leases.end(9, [31, 32])
+    rig.cache.life.unpin(pinned)
+    for number, prompt in prompts.items():
+        rig.tiering.tick()
+        rig.bring_up()
+        store.end_all()
+        assert look_up(rig, space, number, keys_of(*prompt), session=number) == bytes([READY] * 14)
+        rig.cache.end_session(number)
+    assert not any(source.failures for source in rig.tiering.sources)
+    rig.cache.end_session(9)
+    rig.check()
+
+
 def test_what_has_no_space_at_one_source_makes_no_other_one_later() -> None:
     """A lookup joins what a store is reading, and waits for blocks of a disk, which have no space."""
     rig = TieringHarness(settings=QUIET, regions=100)
