@@ -188,7 +188,7 @@ class PromotionSource:
                     fill.queue.blocked = None
                 elif not self.tier.available():
                     self._promotions.fail(fill, Result.DEADLINE)
-                elif self.tier.find(fill.queue.block_group, [fill.key], prefix=False).states[0] == ABSENT:
+                elif self._is_gone(fill):
                     self._promotions.fail(fill, Result.GONE)
                 else:
                     return _BatchEnd.TIER_FULL
@@ -196,6 +196,12 @@ class PromotionSource:
             for unused in filter(None, tickets.values()):
                 self._cache.stores.end_fill(unused, (), ())
         return ended_by
+
+    def _is_gone(self, fill: Fill) -> bool:
+        """Return whether the tier lacks a block whose read it does not accept. A store is asked once more if its answer
+        is too old, and at once for those behind the block too: one by one they would take an answer's time each."""
+        keys = [one.key for one in islice(fill.queue.fills, MAX_BEGUN)]  # this one's is the first
+        return self.tier.find(fill.queue.block_group, keys, prefix=False).states[0] == ABSENT
 
     # --- deadlines -------------------------------------------------------------------------------
 
@@ -221,11 +227,13 @@ class PromotionSource:
         return len(overdue)
 
     def _fail_blocked(self, most: int) -> bool:
-        """Fail up to ``most`` blocks of queues that were blocked for as long as a block may take to read.
+        """Fail up to ``most`` blocks of queues that were blocked for as long as a block may take to read, or whose tier
+        is away: other parts of their prompts wait for space together with them.
 
         Return whether there are more. A queue that gets space now has its turn instead, however long it was blocked.
         """
-        since = self._clock() - self.patience_s
+        is_away = not self.tier.available()
+        since = self._clock() - (0.0 if is_away else self.patience_s)
         for queue in list(self.read_order.queues()):
             if queue.blocked is None:
                 continue
@@ -237,7 +245,7 @@ class PromotionSource:
                 continue
             for fill in list(islice(reversed(queue.fills), most)):  # the others are a prefix, and may still get space
                 most -= 1
-                self._promotions.fail(fill, queue.blocked.reason)
+                self._promotions.fail(fill, Result.DEADLINE if is_away else queue.blocked.reason)
             if queue.fills:
                 return True
         return False

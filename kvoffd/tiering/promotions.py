@@ -59,7 +59,7 @@ class FillState(Enum):
     READING = auto()
     """Its tier reads it into slots of the pool."""
     READ = auto()
-    """That has ended, and in the same call the fill is settled, or queued again."""
+    """Its read has ended, and in the same call it is settled, or queued again."""
     ABANDONED = auto()
     """It was settled while it was being read: the tier may still write into its slots."""
     ENDED = auto()
@@ -67,6 +67,7 @@ class FillState(Enum):
 
 
 SETTLED = FillState.ABANDONED, FillState.ENDED
+"""States of a fill that is settled."""
 
 
 @dataclass(slots=True, eq=False)
@@ -89,7 +90,8 @@ class Fill:
     | nobody waits for it             | lease_ended         | found, see below  | none, it was queued   |
     | the same at its turn (UNWANTED) | _end_read           | found, see below  | freed                 |
     | the pool has it by now          | _begin_reads        | found             | none                  |
-    | no space; it has left the tier  | fail                | miss, by reason   | none                  |
+    | no space; its tier is away, or  | fail                | miss, by reason   | none                  |
+    | has lost it                     |                     |                   |                       |
     | the read fails                  | _end_read, fail     | miss, by Result   | freed                 |
     | the read is overdue             | _give_up_overdue    | miss, TIER_LATE   | freed when it ends    |
     | its key was removed             | remove, cancel      | miss, by reason   | freed when it ends    |

@@ -96,7 +96,7 @@ class _Attempt(Enum):
 
 
 class _Hold(Enum):
-    """What keeps waiting blocks from being written. Each write that is tried decides it anew."""
+    """Reason why waiting blocks are not written. Each write that is tried decides it."""
 
     NONE = auto()
     SPENT = auto()

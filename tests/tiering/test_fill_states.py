@@ -21,6 +21,7 @@ LEASES = 1, 2
 
 def lookup(rig: TieringHarness, space: Namespace, lease: int) -> list[int]:
     ((states,), _) = rig.cache.lookup(space, lease, lease, [(0, KEYS)])
+    rig.cache.prompts.report()
     return list(states)
 
 
@@ -151,12 +152,12 @@ def test_nothing_is_left_of_a_block_that_was_to_come_up(
     rig.tiering.tick()
     while rig.cache.background():
         pass
-    counters = space.counters
-    found = counters.keys_ready + counters.found_disk
-    assert counters.keys_asked == found + counters.misses.total() == 4, "each key is counted once for each lookup"
     usage = rig.cache.life.usage
     assert (usage.writing, usage.dropped, usage.pinned) == (0, 0, 0)
     if event is not it_is_forgotten:
+        counters = space.counters
+        found = counters.keys_ready + counters.found_disk
+        assert counters.keys_asked == found + counters.misses.total() == 4, "each key is counted once for each lookup"
         assert set(lookup(rig, space, 9)) <= {ABSENT, READY} or rig.in_tier(space, KEYS), "its keys are free"
         rig.cache.end_session(9)
         rig.put(space, KEYS)

@@ -610,8 +610,30 @@ def test_prompts_get_space_for_all_of_their_parts_after_one_that_joined_them_was
         assert look_up(rig, space, number, keys_of(*prompt), session=number) == bytes([READY] * 14)
         rig.cache.end_session(number)
     assert not any(source.failures for source in rig.tiering.sources)
-    rig.cache.end_session(9)
-    rig.check()
+    check_invariants(rig.cache)
+
+
+def test_what_a_disk_has_of_a_prompt_does_not_wait_with_what_a_store_had_that_went_away(rig: TieringHarness) -> None:
+    """There is space for the one without the other."""
+    space, store, keys = rig.open(), rig.share(QUIET), keys_of(*range(8))
+    rig.put_in_tier(space, keys)
+    move(rig, space, store, *range(4, 8))
+    pinned = pin_others(rig, space, *range(100, 110))
+    for _ in range(2):
+        look_up(rig, space, 1, keys)
+        store.answer()
+    rig.tiering.tick()
+    assert not [*rig.tier.jobs, *store.jobs]
+    store.hangs = True
+    for _ in range(2):
+        rig.clock.now += 0.25
+        rig.tiering.tick()
+    rig.tier.end_all()
+    assert look_up(rig, space, 1, keys) == bytes([READY] * 4 + [ABSENT] * 4)
+    assert [source.failures for source in rig.tiering.sources] == [{}, {"deadline": 4}]
+    rig.cache.end_session(1)
+    rig.cache.life.unpin(pinned)
+    check_invariants(rig.cache)
 
 
 def test_what_has_no_space_at_one_source_makes_no_other_one_later() -> None:
