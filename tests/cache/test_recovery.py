@@ -393,7 +393,7 @@ def test_a_writer_may_be_killed_at_any_instruction() -> None:
     # The library's functions themselves: each instruction of Python between them costs a step.
     lib, at, gone = native(), blocks.address, before[:1, 0].copy()
     keys, heads, sums = b"".join(keys_of(4, 5)), columns[0].ctypes.data, np.full(2, 7, np.uint64)
-    chain = array("I", [0, int(before[1, 0])]).tobytes()
+    chain = array("I", [0, 2**32 - 1]).tobytes()  # nothing is before the first of them
     calls: list[tuple[Callable[..., object], tuple[object, ...]]] = [
         (lib.blocks_drop, (at, geometry.packed, gone.ctypes.data, 1, 0)),
         (lib.blocks_make, (at, pool.slots.address, geometry.packed, keys, 2)),

@@ -655,6 +655,40 @@ def test_a_device_that_hangs_has_nothing_until_it_answers() -> None:
     rig.check()
 
 
+def test_a_disk_that_is_slow_then_full_then_gone_serves_again_once_it_is_back() -> None:
+    rig = DiskRig(most_reads=1)
+    rig.write(*map(block_of, range(1, 7)))
+    ends = [rig.begin_read(block_of(number), 1.0) for number in (1, 2)]
+    rig.clock.now += 1.1
+    rig.tier.tick()
+    rig.work()
+    assert ends == [[DONE], [Result.DEADLINE]]
+    rig.files.fault = fails_always("write", errno.ENOSPC)
+    assert rig.write(block_of(7)) == [Result.FAILED]
+    assert (rig.tier.available(), rig.tier.refuses_writes()) == (True, True)
+    assert rig.read(block_of(2)) is DONE
+
+    def gone(name: str, _: int) -> None:
+        raise OSError(errno.EIO, "it is gone")
+
+    rig.files.fault = gone
+    rig.clock.now += 100.0
+    assert rig.read(block_of(2)) is Result.FAILED
+    assert rig.write(block_of(8)) == [Result.FAILED]
+    rig.remove(3)
+    rig.tier.tick()
+    rig.work()
+    assert rig.there(range(1, 10)) == [1, 4, 5, 6]
+    rig.check()
+    rig.files.fault = no_fault
+    rig.clock.now += 100.0
+    assert rig.write(block_of(9)) == [DONE]
+    rig.remove(4)
+    rig.restart()
+    assert rig.there(range(1, 10)) == [1, 5, 6, 9], "what was removed while it was gone stays away"
+    rig.check()
+
+
 def test_a_slow_device_whose_reads_end_does_not_hang() -> None:
     rig = DiskRig(most_reads=4)
     blocks = [block_of(number) for number in range(1, 9)]
