@@ -51,7 +51,7 @@ from math import inf
 import numpy as np
 import numpy.typing as npt
 
-from kvoffd.cache.block_table import NO_BLOCKS, BlockIds, BlockTable, EndedSlots, Offsets, select_keys
+from kvoffd.cache.block_table import NO_BLOCKS, BlockIds, BlockTable, ChainStart, EndedSlots, Offsets, select_keys
 from kvoffd.cache.hints import HintedOrder
 from kvoffd.cache.hooks import NO_TOKENS, BlockTokens, CacheListener, TierHooks
 from kvoffd.cache.namespace import Group, MissReason
@@ -184,11 +184,12 @@ class BlockLife:
         first_blocks: Iterable[int] | None,
         checksums: Iterable[int],
         tokens: Mapping[bytes, BlockTokens] = NO_TOKENS,
+        chains: Sequence[ChainStart] = (),
     ) -> BlockIds:
         """End the writes to these shards' slots, whose bytes are all there. Returns the blocks that became READY.
 
         ``first_blocks``: first engine block of each shard; None for 0 of all. ``checksums``: 0 for those that are still
-        to be computed.
+        to be computed. ``chains``: see ``BlockTable.publish``.
         """
         if group.retired or not blocks.size:
             self.end_writes(group, blocks, slots)
@@ -196,9 +197,9 @@ class BlockLife:
         sums, living = array("Q", checksums), self.blocks.state[blocks] == WRITING
         if not living.all():
             self.end_writes(group, blocks[~living], slots[~living])
-            blocks, slots, sums = blocks[living], slots[living], array("Q", compress(sums, living))
+            blocks, slots, sums, chains = blocks[living], slots[living], array("Q", compress(sums, living)), ()
             first_blocks = None if first_blocks is None else array("H", compress(first_blocks, living))
-        ready, packed_keys = self.blocks.publish(group, blocks, slots, first_blocks, sums)
+        ready, packed_keys = self.blocks.publish(group, blocks, slots, first_blocks, sums, chains)
         if len(ready) < len(blocks):
             self._mark_partial(group, blocks[self.blocks.missing[blocks] != 0])
         if ready.size:

@@ -13,6 +13,7 @@ import weakref
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from enum import IntEnum
+from itertools import chain
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -49,7 +50,8 @@ declare(
     blocks_replace=(COUNT, VOID_P, CHAR_P, *ITEMS, CHAR_P, NUMBER),
     blocks_begin_writes=(None, VOID_P, VOID_P, *ITEMS, NUMBER),
     blocks_begin_load=(INT, VOID_P, VOID_P, *KEYS, NUMBER, NUMBER),
-    blocks_publish=(UINT32, VOID_P, CHAR_P, VOID_P, *ITEMS, VOID_P, VOID_P),
+    blocks_publish=(UINT32, VOID_P, CHAR_P, VOID_P, *ITEMS, VOID_P, VOID_P, CHAR_P, NUMBER),
+    blocks_record_chain=(None, VOID_P, *ITEMS),
     blocks_set_checksum=(None, VOID_P, NUMBER, NUMBER),
     blocks_retire=(None, VOID_P, CHAR_P),
     blocks_add_recovered=(None, VOID_P, CHAR_P, *ITEMS),
@@ -97,6 +99,15 @@ class StoreVerdict(IntEnum):
     """Do nothing: an earlier index has the same key, which is to be written."""
     NARROW = 4
     """Replace the block, which begins later than the offered one and is not in use."""
+
+
+class ChainStart(NamedTuple):
+    """Beginning of a chain among blocks."""
+
+    at: int
+    """Index of its first block."""
+    before: int
+    """Block before that in its prompt; NO_BLOCK if it begins the prompt, or if that is unknown."""
 
 
 class FoundKeys(NamedTuple):
@@ -308,23 +319,29 @@ class BlockTable(Structure):
         slots: SlotIds,
         first_blocks: Iterable[int] | None,
         checksums: array[int],
+        chains: Sequence[ChainStart] = (),
     ) -> tuple[BlockIds, bytes]:
         """Mark shards of a group's WRITING blocks as complete, each in its slot. Returns the blocks that became READY,
         and their keys.
 
         The order is from the last block to the first, with rising sequences. The next daemon takes it as the order of
         use, in which a chain's tail is older than its root. It does not trust bytes whose checksum is 0.
-        ``first_blocks``: None for 0 of all.
+        ``first_blocks``: None for 0 of all. ``chains``: those that all of the blocks belong to, in order; empty if they
+        belong to none.
         """
         count = len(blocks)
         firsts, sums = None if first_blocks is None else array("H", first_blocks).tobytes(), checksums.tobytes()
         assert 8 * count == 8 * len(slots) == len(sums)
         assert firsts is None or 2 * count == len(firsts)
         self._grow(count)
-        written = packed(blocks), packed(slots), count
-        found = self._native.blocks_publish(self.address, group.packed, *written, firsts, sums)
+        written, begins = (packed(blocks), packed(slots), count), array("I", chain.from_iterable(chains)).tobytes()
+        found = self._native.blocks_publish(self.address, group.packed, *written, firsts, sums, begins, len(chains))
         assert found != NO_BLOCK, "a block is not WRITING"
         return self._numbers[:found].copy(), self._bytes[: found * group.key_bytes].tobytes()
+
+    def record_chain(self, blocks: BlockIds) -> None:
+        """Record for the next daemon that each of these blocks is behind the one before it in a chain."""
+        self._native.blocks_record_chain(self.address, packed(blocks), len(blocks))
 
     def set_checksum(self, slot: int, checksum: int) -> None:
         """Set the checksum of a shard that was published without one."""

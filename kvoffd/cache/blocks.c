@@ -351,11 +351,30 @@ static void seal(const struct blocks *x, uint8_t *record)
     WRITE(record, uint32_t, CRC, crc);
 }
 
-/* Marks shards of a group as complete, from the last to the first, with rising sequences. `first_blocks` may
- * be NULL for 0. Finds the blocks that became complete, in that order, and their keys; returns how many. If a block is
- * not WRITING, changes nothing and returns NONE. */
+/* Names the block before another one in their prompt in the other's record, whose sequence is set: see recover.c. */
+static void name_before(const struct blocks *x, uint32_t block, uint32_t before)
+{
+    uint8_t *record = record_of(x, block);
+
+    WRITE(record, uint32_t, BEFORE, before);
+    WRITE(record, uint64_t, BEFORE_KEY, key_head(x, before));
+    WRITE(record, uint32_t, BEFORE_SUM, before_sum(record));
+}
+
+/* Names before each block of a chain, root first, the one before it. */
+void kvoffd_blocks_record_chain(const struct blocks *x, const uint32_t *blocks, uint64_t count)
+{
+    for (uint64_t i = 1; i < count; i++)
+        name_before(x, blocks[i], blocks[i - 1]);
+}
+
+/* Marks shards of a group as complete, from the last to the first, with rising sequences. `first_blocks` may be NULL
+ * for 0. Of each of `chain_count` chains, the first at 0, `chains` has the index of its first block and the block before
+ * that, or NONE; without chains, no block before another is known. Finds the blocks that became complete, in that order,
+ * and their keys; returns how many. If a block is not WRITING, changes nothing and returns NONE. */
 uint32_t kvoffd_blocks_publish(struct blocks *x, const struct block_group *g, const uint32_t *blocks, const uint32_t *slots,
-                               uint64_t count, const uint16_t *first_blocks, const uint64_t *checksums)
+                               uint64_t count, const uint16_t *first_blocks, const uint64_t *checksums,
+                               const uint32_t *chains, uint64_t chain_count)
 {
     uint32_t found = 0;
     uint8_t *keys = x->bytes;
@@ -365,10 +384,15 @@ uint32_t kvoffd_blocks_publish(struct blocks *x, const struct block_group *g, co
             return NONE;
     while (count--) {
         uint8_t *record = record_of(x, slots[count]);
+        uint32_t before = chain_count && count ? blocks[count - 1] : NONE;
+        if (chain_count && chains[2 * chain_count - 2] == count)
+            before = chains[2 * --chain_count + 1];
         WRITE(record, uint64_t, SEQUENCE, ++x->sequence);
         WRITE(record, uint16_t, FIRST_BLOCK, first_blocks ? first_blocks[count] : 0);
         WRITE(record, uint32_t, LENGTH, g->rank[READ(record, uint16_t, RANK)].length);
         WRITE(record, uint64_t, CHECKSUM, checksums[count]);
+        if (before != NONE && slots[count] == blocks[count]) /* rank 0's */
+            name_before(x, blocks[count], before);
         seal(x, record);
         set_record(record, READY_RECORD);
         x->shard[slots[count]] = WRITTEN | (checksums[count] ? 0 : UNVERIFIED);

@@ -9,7 +9,7 @@
 
 enum { RECORD = 128, KEY = 32, MAX_RANKS = 64 /* MAX_WORLD_SIZE of messages.py */ };
 enum { SEQUENCE = 8, NAMESPACE = 16, GROUP = 20, RANK = 22, FIRST_BLOCK = 24, KEY_BYTES = 26, LENGTH = 28 };
-enum { CHECKSUM = 96, CRC = 104 };
+enum { CHECKSUM = 96, CRC = 104, BEFORE = 108, BEFORE_KEY = 112, BEFORE_SUM = 120 };
 enum { FREE_RECORD = 0, PAGE = 4096 };
 static const uint64_t READY_RECORD = 0x215944414552766B; /* "kvREADY!" */
 static const uint64_t BAD_RECORD = 0x2121444142766B21; /* "!kvBAD!!" */
@@ -71,6 +71,24 @@ static inline uint8_t *record_of(const struct blocks *x, uint32_t slot)
 static inline const uint8_t *key_of(const struct blocks *x, uint32_t slot)
 {
     return record_of(x, slot) + KEY;
+}
+
+/* Returns the first bytes of a block's key, up to 8. */
+static inline uint64_t key_head(const struct blocks *x, uint32_t slot)
+{
+    uint64_t head = 0, key_bytes = record_of(x, slot)[KEY_BYTES];
+
+    memcpy(&head, key_of(x, slot), key_bytes < sizeof head ? key_bytes : sizeof head);
+    return head;
+}
+
+/* Sum of the fields that name the block before a record's own. It has the record's sequence, so that a record which
+ * gets another block, perhaps of a release without these fields, names none. */
+static inline uint32_t before_sum(const uint8_t *record)
+{
+    uint64_t mixed = READ(record, uint64_t, SEQUENCE) ^ READ(record, uint64_t, BEFORE_KEY);
+
+    return ~((uint32_t)mixed ^ (uint32_t)(mixed >> 32) ^ READ(record, uint32_t, BEFORE));
 }
 
 static inline uint64_t hash(const struct blocks *x, uint32_t group, const uint8_t *key, uint64_t key_bytes)

@@ -152,6 +152,38 @@ void kvoffd_recover_records(struct recovery *r, const uint8_t *records, uint64_t
     }
 }
 
+/* Returns the block before another one in their prompt, if the other's record names it and it is still there. */
+static uint32_t block_before(const struct blocks *x, uint64_t slots, uint32_t block)
+{
+    const uint8_t *record = record_of(x, block);
+    uint32_t before = READ(record, uint32_t, BEFORE);
+
+    if (READ(record, uint32_t, BEFORE_SUM) != before_sum(record) || before >= slots)
+        return NONE;
+    if (x->state[before] != READY || x->group[before] != x->group[block])
+        return NONE;
+    return key_head(x, before) == READ(record, uint64_t, BEFORE_KEY) ? before : NONE;
+}
+
+/* Orders blocks, the least recently used first: each has those before it in its prompt behind it, however long ago they
+ * were stored. `blocks` are ordered by their sequences. `placed` has a zero for each of the table's `slots`. */
+void kvoffd_recover_order(const struct blocks *x, uint64_t slots, const uint32_t *blocks, uint64_t count, uint8_t *placed,
+                          uint32_t *ordered)
+{
+    uint64_t left = count;
+
+    while (count--) { /* the newest first. Each block is placed once, so names in a circle end */
+        uint32_t *path = ordered; /* blocks that are not placed fill as much of it as is left */
+        uint64_t length = 0;
+        for (uint32_t at = blocks[count]; at != NONE && !placed[at]; at = block_before(x, slots, at)) {
+            placed[at] = 1;
+            path[length++] = at;
+        }
+        left -= length;
+        memmove(ordered + left, path, length * sizeof *path);
+    }
+}
+
 /* Makes blocks of the accepted records, identified by the slot of rank 0; those that lack a rank are discarded. */
 void kvoffd_recover_blocks(struct recovery *r)
 {

@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from kvoffd.cache.block_table import BlockIds, BlockTable
 from kvoffd.cache.namespace import Group
@@ -26,6 +27,7 @@ declare(
     keep_gil=False,
     recover_records=(None, VOID_P, VOID_P, NUMBER, NUMBER),
     recover_blocks=(None, VOID_P),
+    recover_order=(None, VOID_P, NUMBER, VOID_P, NUMBER, VOID_P, VOID_P),
 )
 
 _BATCH_BYTES = 4 << 20
@@ -93,9 +95,18 @@ def recover(
     slots.restore(np.concatenate([used[: recovery.used_found], quarantined]), table.region_sizes.astype(np.int64))
     whole = recovery.heads_found
     blocks.sequence = int(sequences[:whole].max(initial=0))
-    oldest_first = heads[:whole][np.argsort(sequences[:whole])]
     counted = recovery.reset_found, recovery.unwritten_found, recovery.incomplete_found
-    return RecoveredBlocks(oldest_first, quarantined, *counted, recovery.discarded_found - sum(counted))
+    by_use = _order_of_use(blocks, heads[:whole], sequences[:whole])
+    return RecoveredBlocks(by_use, quarantined, *counted, recovery.discarded_found - sum(counted))
+
+
+def _order_of_use(blocks: BlockTable, heads: BlockIds, sequences: npt.NDArray[np.uint64]) -> BlockIds:
+    """Return complete blocks in the order in which they were stored, except that those before others of their prompt
+    count as used when these were stored: a prompt of several steps loses its tail first."""
+    by_time, placed, ordered = heads[np.argsort(sequences)], np.zeros(len(blocks.state), np.uint8), np.empty_like(heads)
+    to_order = by_time.ctypes.data, len(by_time), placed.ctypes.data, ordered.ctypes.data
+    native().recover_order(blocks.address, len(blocks.state), *to_order)
+    return ordered
 
 
 def _judge_records(fd: int, table: SlotTable, recovery: object) -> None:

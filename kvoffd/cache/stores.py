@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from math import inf
@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvoffd.cache.block_life import BlockLife
-from kvoffd.cache.block_table import NO_BLOCKS, BlockIds, StoreVerdict, select_keys
+from kvoffd.cache.block_table import NO_BLOCKS, BlockIds, ChainStart, StoreVerdict, select_keys
 from kvoffd.cache.hooks import NO_TOKENS, BlockTokens
 from kvoffd.cache.namespace import Group, MissReason, Namespace
 from kvoffd.cache.policy import REJECTED, Policy
@@ -25,6 +25,8 @@ from kvoffd.errors import BadGeometry
 WITHOUT_SPACE = MissReason.NO_SPACE, MissReason.QUOTA
 """Reasons why a store's keys got no blocks."""
 _ABSENT = bytes([StoreVerdict.ABSENT])
+_FROM_ROOT = (ChainStart(0, NO_BLOCK),)
+"""The chain of a store that begins its prompt, and of which nothing was there."""
 PromptNumbers: TypeAlias = npt.NDArray[np.uint64]
 """[keys] number of each key's prompt; see ``BlockTable.prompt``. 0: nothing of it is to be stored."""
 
@@ -283,28 +285,46 @@ class BlockStores:
         """
         every, of_tickets = 0, tokens or [NO_TOKENS] * len(tickets)
         for ticket, sums, of_keys in zip(tickets, checksums, of_tickets, strict=True):
-            written = ticket.group, ticket.blocks, ticket.slots
-            ready = self._life.publish(*written, ticket.first_blocks, sums, of_keys)
+            part, written = ticket.part, (ticket.group, ticket.blocks, ticket.slots)
+            is_whole = not part.before and ticket.copy[:1] == [0] and len(part.starts or (0,)) == 1
+            chains = _FROM_ROOT if is_whole else self._chains_of(ticket)
+            ready = self._life.publish(*written, ticket.first_blocks, sums, of_keys, chains)
             if not ready.size:
                 continue
             every += len(ready)
             if self._life.tiers is not None:
                 self._life.tiers.stored(ready)
-            if ticket.part.before:
-                self._order_behind(ticket)
+            if not is_whole:
+                self._order_behind(ticket, chains)
         return every
 
-    def _order_behind(self, ticket: StoreTicket) -> None:
+    def _chains_of(self, ticket: StoreTicket) -> list[ChainStart]:
+        """Return where the chains of a store begin among its blocks, if they have any there."""
+        part, copy, size = ticket.part, ticket.copy, ticket.group.key_bytes
+        starts = part.starts or (0,)
+        begins = [bisect_left(copy, start) for start in starts]
+        keys_before: dict[int, bytes] = {}
+        for start, begin, end in zip(starts, begins, [*begins[1:], len(copy)], strict=True):
+            if begin < end:
+                first = copy[begin]  # what is before it in this store was there
+                inside = part.keys[(first - 1) * size : first * size] if first > start else b""
+                keys_before[begin] = inside or part.before.get(start, b"")
+        if not any(keys_before.values()):
+            return [ChainStart(begin, NO_BLOCK) for begin in keys_before]
+        _, blocks = self._blocks.find(ticket.group, b"".join(keys_before.values()))
+        found = iter(blocks.tolist())
+        return [ChainStart(begin, next(found) if key else NO_BLOCK) for begin, key in keys_before.items()]
+
+    def _order_behind(self, ticket: StoreTicket, chains: Sequence[ChainStart]) -> None:
         """Make what became READY of chains older than the blocks before them, which earlier stores made, or which were
         found. Their order of eviction is then that of one store of the whole prompt, in which its tail goes first."""
-        before, starts = ticket.part.before, ticket.part.starts or (0,)
-        states, blocks = self._blocks.find(ticket.group, b"".join(before.values()))
-        for start, state, block in zip(before, states, blocks.tolist(), strict=True):
-            following = bisect_right(starts, start)
-            end = starts[following] if following < len(starts) else inf
-            own = ticket.blocks[bisect_left(ticket.copy, start) : bisect_left(ticket.copy, end)]
-            ready = own[self._blocks.state[own] == READY]
-            if state == READY and ready.size and block not in ready:  # a client may name any key
+        state, ends = self._blocks.state, [*[one.at for one in chains[1:]], len(ticket.copy)]
+        for (begin, block), end in zip(chains, ends, strict=True):
+            if block == NO_BLOCK or state[block] != READY:
+                continue
+            own = ticket.blocks[begin:end]
+            ready = own[state[own] == READY]
+            if ready.size and block not in ready:  # a client may name any key
                 self._order.follow(block, ready)
 
     def abort(self, tickets: Sequence[StoreTicket]) -> None:
@@ -356,10 +376,12 @@ class BlockStores:
         return bool(ready.size)
 
     def order_chain(self, group: Group, keys: bytes) -> None:
-        """Make the READY blocks of different keys of a chain, root first, each older than the one before it."""
+        """Make the READY blocks of different keys of a chain, root first, each older than the one before it, for the
+        next daemon too."""
         if group.retired:
             return
         ready = self._blocks.lookup(group, keys, lease=False).ready
+        self._blocks.record_chain(ready)
         # The first may have been used before: then the policy `arc` moves none behind it, but those behind the second.
         for first in (1, 0):
             if len(ready) > first + 1:

@@ -58,16 +58,21 @@ RECORD = np.dtype(
     {
         "names": [
             *("state", "sequence", "namespace", "group", "rank", "first_block", "key_bytes"),
-            *("length", "key", "checksum", "crc"),
+            *("length", "key", "checksum", "crc", "before", "before_key", "before_sum"),
         ],
-        "formats": ["=u8", "=u8", "=u4", "=u2", "=u2", "=u2", "u1", "=u4", ("u1", MAX_KEY_BYTES), "=u8", "=u4"],
-        "offsets": [0, 8, 16, 20, 22, 24, 26, 28, 32, 96, 104],
+        "formats": [
+            *("=u8", "=u8", "=u4", "=u2", "=u2", "=u2", "u1"),
+            *("=u4", ("u1", MAX_KEY_BYTES), "=u8", "=u4", "=u4", "=u8", "=u4"),
+        ],
+        "offsets": [0, 8, 16, 20, 22, 24, 26, 28, 32, 96, 104, 108, 112, 120],
         "itemsize": RECORD_BYTES,
     }
 )
 """``namespace``: its number. ``first_block``: engine blocks left out at the start of the key. ``length``: bytes of the
 shard. ``checksum``: their ``checksums.digest``, 0 if none was computed. ``crc``: CRC-32 of the bytes from
-``sequence`` to ``checksum``."""
+``sequence`` to ``checksum``. ``before``: slot of rank 0 of the block before this one in its prompt; ``before_key``: the
+first bytes of its key; ``before_sum``: sum of both and ``sequence``, else no block is named. Only rank 0's records name
+one, and earlier releases ignore it."""
 _MAX_NAMESPACE_BYTES = 4 << 20
 _SNAPSHOT = Struct("=QII")  # number of the snapshot; length and CRC-32 of its content
 _MAX_UNPACKED_BYTES = 64 << 20

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 
-VERSION = 0x775F9228
+VERSION = 0xB5A08FC4
 """A library of another version is refused: it is made of other C files."""
 
 SLOT_INDEX = (

@@ -17,7 +17,7 @@ from kvoffd.cache.namespace import MissReason
 from kvoffd.cache.tickets import FillTicket
 from kvoffd.system.calls import call_each
 from kvoffd.tiering import TieringSettings
-from kvoffd.tiering.promotions import Blocked, Fill, FillQueue, NotRead, Promotions, SourceQueues
+from kvoffd.tiering.promotions import SETTLED, Blocked, Fill, FillQueue, FillState, NotRead, Promotions, ReadOrder
 from kvoffd.tiering.read_speed import ReadSpeed
 from kvoffd.tiers.header import Block
 from kvoffd.tiers.tier import ABSENT, ReadEnd, Result, Tier
@@ -70,7 +70,7 @@ class PromotionSource:
 
     Attributes:
         patience_s: time that a block may take to read from the beginning of its turn, and a queue may be blocked.
-        queues: what is to be read, kept by ``Promotions``.
+        read_order: what is to be read, kept by ``Promotions``.
         read_again_at: time from which one read is tried even if it seems slower than computing.
         has_overdue: whether ``end_overdue`` left some of what is overdue.
         failures: fills that failed, those that were settled before included, by ``NotRead`` or ``Result``.
@@ -96,7 +96,7 @@ class PromotionSource:
         self._cache, self._clock, self._promotions = cache, clock, promotions
         most_bytes = min(cache.slots.pool_bytes // 8, MAX_FILLING_BYTES)
         self.reads = SourceReads(tier, cache.leases, clock, self.patience_s, most_bytes)
-        self.queues = SourceQueues()
+        self.read_order = ReadOrder()
         self.read_again_at = 0.0
         self.has_overdue = False
         self.failures: Counter[str] = Counter()
@@ -116,7 +116,7 @@ class PromotionSource:
     @property
     def unended_blocks(self) -> int:
         """Number of queued and running fills, without reads that were given up."""
-        return self.queues.blocks + len(self.reads.under_way)
+        return self.read_order.blocks + len(self.reads.under_way)
 
     # --- beginning reads -------------------------------------------------------------------------
 
@@ -126,7 +126,7 @@ class PromotionSource:
             return
         unreserved = 0  # queues
         too_large = inf  # the least bytes of a block for which the pool has no slots now
-        for queue in list(islice(self.queues.in_order(), MAX_LOOKED_AT)):
+        for queue in list(islice(self.read_order.queues(), MAX_LOOKED_AT)):
             if not queue.fills:
                 continue
             if not self._promotions.reserve(queue):
@@ -158,7 +158,7 @@ class PromotionSource:
             ended_by = self._begin_reads(batch, self._cache.stores.begin_fill(queue.group, [one.key for one in batch]))
         except BaseException:
             for fill in batch:  # lookups must not wait for fills that are neither running nor queued
-                if fill.ticket is None and not fill.is_settled:
+                if fill.state is FillState.QUEUED:
                     self._promotions.fail(fill, Result.FAILED)
             raise
         if ended_by is _BatchEnd.NO_SLOTS:
@@ -188,7 +188,7 @@ class PromotionSource:
                     fill.queue.blocked = None
                 elif not self.tier.available():
                     self._promotions.fail(fill, Result.DEADLINE)
-                elif self.tier.find(fill.queue.block_group, [fill.key], prefix=False).states[0] == ABSENT:
+                elif self._is_gone(fill):
                     self._promotions.fail(fill, Result.GONE)
                 else:
                     return _BatchEnd.TIER_FULL
@@ -196,6 +196,12 @@ class PromotionSource:
             for unused in filter(None, tickets.values()):
                 self._cache.stores.end_fill(unused, (), ())
         return ended_by
+
+    def _is_gone(self, fill: Fill) -> bool:
+        """Return whether the tier lacks a block whose read it does not accept. A store is asked once more if its answer
+        is too old, and at once for those behind the block too: one by one they would take an answer's time each."""
+        keys = [one.key for one in islice(fill.queue.fills, MAX_BEGUN)]  # this one's is the first
+        return self.tier.find(fill.queue.block_group, keys, prefix=False).states[0] == ABSENT
 
     # --- deadlines -------------------------------------------------------------------------------
 
@@ -221,12 +227,14 @@ class PromotionSource:
         return len(overdue)
 
     def _fail_blocked(self, most: int) -> bool:
-        """Fail up to ``most`` blocks of queues that were blocked for as long as a block may take to read.
+        """Fail up to ``most`` blocks of queues that were blocked for as long as a block may take to read, or whose tier
+        is away: other parts of their prompts wait for space together with them.
 
         Return whether there are more. A queue that gets space now has its turn instead, however long it was blocked.
         """
-        since = self._clock() - self.patience_s
-        for queue in list(self.queues.in_order()):
+        is_away = not self.tier.available()
+        since = self._clock() - (0.0 if is_away else self.patience_s)
+        for queue in list(self.read_order.queues()):
             if queue.blocked is None:
                 continue
             # A new reservation unblocks the queue. One that it had before says nothing about slots.
@@ -237,7 +245,7 @@ class PromotionSource:
                 continue
             for fill in list(islice(reversed(queue.fills), most)):  # the others are a prefix, and may still get space
                 most -= 1
-                self._promotions.fail(fill, queue.blocked.reason)
+                self._promotions.fail(fill, Result.DEADLINE if is_away else queue.blocked.reason)
             if queue.fills:
                 return True
         return False
@@ -246,7 +254,7 @@ class PromotionSource:
 
     def _on_end(self, fill: Fill, result: Result, block: Block | None) -> None:
         """Handle the end of a read: see the table of ``Fill``."""
-        ticket, fill.ticket = fill.ticket, None  # a lookup may refer to the fill for some seconds more
+        ticket = fill.ticket
         assert ticket is not None
         was_given_up = self.reads.end(fill, fill.queue.block_group.nbytes if result is Result.DONE else 0)
         if result is Result.UNWANTED and fill.is_awaited():
@@ -260,6 +268,7 @@ class PromotionSource:
 
     def _queue_again(self, fill: Fill, ticket: FillTicket) -> None:
         """Put a fill, which a lookup joined after nobody waited for it in its turn, first in its queue."""
+        fill.state = FillState.QUEUED
         fill.queue.fills[fill] = None
         fill.queue.fills.move_to_end(fill, last=False)
         self._promotions.count(fill.queue, queued=1, under_way=-1)
@@ -288,7 +297,7 @@ class PromotionSource:
             self._promotions.settle(fill, CAME)
         elif result is Result.UNWANTED:
             self._promotions.settle(fill, IN_A_TIER)
-        elif not fill.is_settled:
+        elif fill.state not in SETTLED:
             self._promotions.fail(fill, Result.CORRUPT if result is Result.DONE else result)
 
 
@@ -346,18 +355,19 @@ class SourceReads:
         group = fill.queue.block_group
         if not self._tier.read(group, fill.key, ticket.offsets, self._patience_s, on_end, fill.is_awaited):
             return False
-        fill.begun_at = self._clock()
+        fill.state, fill.ticket, fill.begun_at = FillState.READING, ticket, self._clock()
         if not self.under_way:
             self._turn_at = fill.begun_at
         self.speed.begin(group.nbytes)
-        fill.ticket = ticket
         self.under_way[fill] = None
         self.under_way_bytes += fill.queue.group.block_bytes
         return True
 
     def end(self, fill: Fill, came_bytes: int) -> bool:
-        """Remove a read that its tier has ended, with 0 ``came_bytes`` if it failed. Return whether it had been given
-        up."""
+        """Remove a read that its tier has ended, with 0 ``came_bytes`` if it failed; its slots are the caller's. Return
+        whether it had been given up."""
+        fill.state = FillState.READ if fill.state is FillState.READING else FillState.ENDED
+        fill.ticket = None  # a lookup may refer to the fill for some seconds more
         self._ended_at = self._clock()
         if next(iter(self.under_way), None) is fill:
             self._turn_at = self._ended_at

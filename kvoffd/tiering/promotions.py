@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
+from enum import Enum, StrEnum, auto
 from itertools import chain, takewhile
 from math import inf
 from typing import TYPE_CHECKING, NamedTuple
@@ -51,6 +51,103 @@ READ_AGAIN_S = 60.0
 """Interval after which one read is tried even if it seems slower than computing: speeds change."""
 
 
+class FillState(Enum):
+    """State of a ``Fill``."""
+
+    QUEUED = auto()
+    """It waits in its queue."""
+    READING = auto()
+    """Its tier reads it into slots of the pool."""
+    READ = auto()
+    """Its read has ended, and in the same call it is settled, or queued again."""
+    ABANDONED = auto()
+    """It was settled while it was being read: the tier may still write into its slots."""
+    ENDED = auto()
+    """It was settled, and has no slots."""
+
+
+SETTLED = FillState.ABANDONED, FillState.ENDED
+"""States of a fill that is settled."""
+
+
+@dataclass(slots=True, eq=False)
+class Fill:
+    """A block that a lookup requested and a tier has. Four methods change its state::
+
+        QUEUED    -> READING    SourceReads.begin: its tier has accepted the read
+        QUEUED    -> ENDED      Promotions.settle
+        READING   -> READ       SourceReads.end
+        READING   -> ABANDONED  Promotions.settle
+        READ      -> ENDED      Promotions.settle
+        READ      -> QUEUED     PromotionSource._queue_again: UNWANTED, but a lookup has joined it since
+        ABANDONED -> ENDED      SourceReads.end: only its slots are freed
+
+    It is settled once: its key is counted for all lookups that asked for it, and none waits for it any more.
+
+    | it is settled because           | by                  | counted as        | its slots             |
+    |---------------------------------|---------------------|-------------------|-----------------------|
+    | it was read                     | _end_read           | found             | READY, leases pin it  |
+    | nobody waits for it             | lease_ended         | found, see below  | none, it was queued   |
+    | the same at its turn (UNWANTED) | _end_read           | found, see below  | freed                 |
+    | the pool has it by now          | _begin_reads        | found             | none                  |
+    | no space; its tier is away, or  | fail                | miss, by reason   | none                  |
+    | has lost it                     |                     |                   |                       |
+    | the read fails                  | _end_read, fail     | miss, by Result   | freed                 |
+    | the read is overdue             | _give_up_overdue    | miss, TIER_LATE   | freed when it ends    |
+    | its key was removed             | remove, cancel      | miss, by reason   | freed when it ends    |
+
+    Methods with an underscore are those of ``PromotionSource``, the others of ``Promotions``. What nobody waits for
+    counts as found because the tier has it: the engine reports why it did not load it.
+    """
+
+    queue: FillQueue
+    key: bytes
+    state: FillState = FillState.QUEUED
+    ticket: FillTicket | None = None
+    """Its block in the pool while it is READING or ABANDONED: the slots stay allocated until the read has ended."""
+    begun_at: float = 0.0
+    """Time when its read began, if it has."""
+    leases: dict[Lease, None] = field(default_factory=dict)
+    """Leases of lookups that wait for it: they pin it once it is READY."""
+    askers: list[Asker] = field(default_factory=list)
+    """Positions in lookups at which it is counted as found, or as a miss, once the result is known."""
+
+    def is_awaited(self) -> bool:
+        """Return whether a lookup waits for it. For any thread."""
+        return self.state not in SETTLED and bool(self.leases)
+
+
+Asker = tuple[AskedKeys, int]
+"""Keys of a lookup, and a position among them."""
+
+
+@dataclass(slots=True, eq=False)
+class FillQueue:
+    """Blocks of one group that one lookup has a source read: those that wait for it, in order, and those under way."""
+
+    session: int
+    """Session of that lookup, NO_SESSION for a prefetch."""
+    prompt: PromptQueues
+    """The queues that get space together with this one: those of the last lookup that joined it before it had space.
+    Engines repeat lookups under new leases."""
+    group: Group
+    block_group: BlockGroup
+    """The group, for tiers."""
+    source: PromotionSource
+    fills: OrderedDict[Fill, None] = field(default_factory=OrderedDict)
+    """QUEUED fills."""
+    under_way: int = 0
+    """Number of blocks that are being read, without those that were given up."""
+    is_reserved: bool = False
+    """Whether leases may pin all of these blocks: no other queue gets their space. Never of a prefetch."""
+    blocked: Blocked | None = None
+    """None if it can begin, or its turn has not come."""
+
+    @property
+    def queued_bytes(self) -> int:
+        return len(self.fills) * self.group.block_bytes
+
+
 class Blocked(NamedTuple):
     """Reason for which a queue cannot begin its next block, and the time since which it cannot."""
 
@@ -70,36 +167,9 @@ class PromptQueues:
     """Those of them that have blocks left, reserved ones included."""
 
 
-@dataclass(slots=True, eq=False)
-class FillQueue:
-    """Blocks of one group that one lookup has a source read: those that wait for it, in order, and those under way."""
-
-    session: int
-    """Session of that lookup, NO_SESSION for a prefetch."""
-    prompt: PromptQueues
-    """The queues that get space together with this one: those of the last lookup that joined it before it had space.
-    Engines repeat lookups under new leases."""
-    group: Group
-    block_group: BlockGroup
-    """The group, for tiers."""
-    source: PromotionSource
-    fills: OrderedDict[Fill, None] = field(default_factory=OrderedDict)
-    """Fills that have not begun."""
-    under_way: int = 0
-    """Number of blocks that are being read, without those that were given up."""
-    is_reserved: bool = False
-    """Whether leases may pin all of these blocks: no other queue gets their space. Never of a prefetch."""
-    blocked: Blocked | None = None
-    """None if it can begin, or its turn has not come."""
-
-    @property
-    def queued_bytes(self) -> int:
-        return len(self.fills) * self.group.block_bytes
-
-
 @dataclass(slots=True)
-class SourceQueues:
-    """The queues of one source."""
+class ReadOrder:
+    """The queues of one source, in the order in which it reads their blocks."""
 
     awaited: dict[FillQueue, None] = field(default_factory=dict)
     """Those with queued or running fills that a lookup has waited for, in the order in which they are read."""
@@ -113,63 +183,17 @@ class SourceQueues:
     """Pool bytes of the queued and running blocks of those that are ``is_reserved``. ``Leases.withheld_bytes`` is the
     sum of these and of ``SourceReads.given_up_bytes`` of all sources."""
 
-    def in_order(self) -> Iterator[FillQueue]:
+    def queues(self) -> Iterator[FillQueue]:
         """Yield the queues in the order in which they are read."""
         return chain(self.awaited, self.prefetched)
-
-
-@dataclass(slots=True, eq=False)
-class Fill:
-    """A block that a lookup requested and a tier has. It is settled once: ``Promotions.settle`` counts its key for all
-    lookups that asked for it, and none waits for it any more.
-
-    | event                           | method              | counted as        | its slots             |
-    |---------------------------------|---------------------|-------------------|-----------------------|
-    | it was read                     | _end_read           | found             | READY, leases pin it  |
-    | nobody waits for it             | lease_ended         | found, see below  | none, it was queued   |
-    | the same at its turn (UNWANTED) | _end_read           | found, see below  | freed                 |
-    | the pool has it by now          | _begin_reads        | found             | none                  |
-    | no space; it has left the tier  | fail                | miss, by reason   | none                  |
-    | the read fails                  | _end_read, fail     | miss, by Result   | freed                 |
-    | the read is overdue             | _give_up_overdue    | miss, TIER_LATE   | freed when it ends    |
-    | its key was removed             | remove, cancel      | miss, by reason   | freed when it ends    |
-
-    Methods with an underscore are those of ``PromotionSource``, the others of ``Promotions``. What nobody waits for
-    counts as found because the tier has it: the engine reports why it did not load it. A read that ends after its fill
-    was settled changes nothing but its slots. One that ends as UNWANTED although a lookup has joined it since settles
-    nothing: ``PromotionSource._queue_again``.
-    """
-
-    queue: FillQueue
-    key: bytes
-    ticket: FillTicket | None = None
-    """Its block in the pool while the tier reads into it: the slots stay allocated until that has ended."""
-    begun_at: float = 0.0
-    """Time when its read began, if it has."""
-    is_settled: bool = False
-    leases: dict[Lease, None] = field(default_factory=dict)
-    """Leases of lookups that wait for it: they pin it once it is READY."""
-    askers: list[Asker] = field(default_factory=list)
-    """Positions in lookups at which it is counted as found, or as a miss, once the result is known."""
-
-    def is_awaited(self) -> bool:
-        """Return whether a lookup waits for it. For any thread."""
-        return not self.is_settled and bool(self.leases)
-
-
-Asker = tuple[AskedKeys, int]
-"""Keys of a lookup, and a position among them."""
 
 
 class Promotions:
     """Blocks that lookups have come up, from all sources: who waits for which, in which queue, and with which space.
 
     A ``Fill`` is a block, and a ``FillQueue`` the blocks of one group that one lookup has one source read. Each queue
-    is in two lists: in ``PromptQueues`` with those that get space together with it, and in ``SourceQueues`` with those
-    of its source, in the order of reading. A fill goes this way::
-
-        request -> PromotionSource.pump: reserve -> the read -> PromotionSource._on_end: settle or fail
-                -> lease_ended, if nobody waits for it any more
+    is in two lists: in ``PromptQueues`` with those that get space together with it, and in the ``ReadOrder`` of its
+    source. The parts below follow a fill: it is requested, gets space, is read by its ``PromotionSource``, and ends.
 
     Args:
         sources: the disks of this node, then shared stores in the order of asking.
@@ -281,14 +305,14 @@ class Promotions:
 
     def enqueue(self, queue: FillQueue, key: bytes) -> Fill | None:
         """Queue a block that the tier has; None if too many are queued. No session gets over three quarters of that."""
-        queues = queue.source.queues
-        if queues.blocks + queues.blocks_of[queue.session] // 3 >= MAX_QUEUED:
+        order = queue.source.read_order
+        if order.blocks + order.blocks_of[queue.session] // 3 >= MAX_QUEUED:
             return None
         fill = Fill(queue, key)
         self.unsettled.setdefault(queue.block_group.tag, {})[key] = fill
         if not queue.fills:
             queue.prompt.queues.append(queue)
-        in_turn = queues.prefetched if queue.session == NO_SESSION else queues.awaited
+        in_turn = order.prefetched if queue.session == NO_SESSION else order.awaited
         in_turn[queue] = queue.fills[fill] = None
         self.count(queue, queued=1)
         return fill
@@ -299,9 +323,10 @@ class Promotions:
         if queue.prompt is prompt or prompt.lease.session == NO_SESSION:
             return
         if queue.session == NO_SESSION:
-            if queue in queue.source.queues.prefetched:
-                del queue.source.queues.prefetched[queue]
-                queue.source.queues.awaited[queue] = None
+            order = queue.source.read_order
+            if queue in order.prefetched:
+                del order.prefetched[queue]
+                order.awaited[queue] = None
             return
         if queue in queue.prompt.queues:
             queue.prompt.queues.remove(queue)
@@ -316,11 +341,11 @@ class Promotions:
 
     def _wait_for(self, source: PromotionSource, awaited: Collection[Fill]) -> float:
         """Return the expected time until the awaited fills of a source end."""
-        its_queues = {fill.queue for fill in awaited if not fill.is_settled and fill.queue.source is source}
+        its_queues = {fill.queue for fill in awaited if fill.state not in SETTLED and fill.queue.source is source}
         if not (its_queues and (speed := source.reads.speed.current)):
             return 0.0
         nbytes, left = 0, len(its_queues)
-        for queue in source.queues.in_order():  # all queues up to its last one are read first
+        for queue in source.read_order.queues():  # all queues up to its last one are read first
             if queue in its_queues:
                 left -= 1
             elif queue.blocked is not None:  # passed over
@@ -353,7 +378,7 @@ class Promotions:
             if self._fits(queue, together, leasable):
                 for one in together:
                     one.is_reserved, one.blocked = True, None
-                    self._count_reserved(one.source.queues, one.queued_bytes)
+                    self._count_reserved(one.source.read_order, one.queued_bytes)
                 return True
         self.block(queue, NotRead.NO_SPACE)
         return False
@@ -377,8 +402,8 @@ class Promotions:
             leasable += sum([_unfilled_after(one, patience_s + read_s) for one in others])
         return nbytes <= leasable
 
-    def _count_reserved(self, queues: SourceQueues, nbytes: int) -> None:
-        queues.reserved_bytes += nbytes
+    def _count_reserved(self, order: ReadOrder, nbytes: int) -> None:
+        order.reserved_bytes += nbytes
         self._cache.leases.withheld_bytes += nbytes
 
     def block(self, queue: FillQueue, reason: NotRead) -> None:
@@ -388,17 +413,17 @@ class Promotions:
     def count(self, queue: FillQueue, *, queued: int = 0, under_way: int = 0) -> None:
         """Add to the numbers of a queue's blocks that wait and that are under way, and to what follows from them. Drop
         a queue that has none left."""
-        queues = queue.source.queues
-        queues.blocks += queued
-        queues.blocks_of[queue.session] += queued
-        if not queues.blocks_of[queue.session]:
-            del queues.blocks_of[queue.session]
+        order = queue.source.read_order
+        order.blocks += queued
+        order.blocks_of[queue.session] += queued
+        if not order.blocks_of[queue.session]:
+            del order.blocks_of[queue.session]
         queue.under_way += under_way
         if queue.is_reserved:
-            self._count_reserved(queues, (queued + under_way) * queue.group.block_bytes)
+            self._count_reserved(order, (queued + under_way) * queue.group.block_bytes)
         if not (queue.fills or queue.under_way):
-            queues.awaited.pop(queue, None)
-            queues.prefetched.pop(queue, None)
+            order.awaited.pop(queue, None)
+            order.prefetched.pop(queue, None)
             if queue in queue.prompt.queues:
                 queue.prompt.queues.remove(queue)
 
@@ -408,7 +433,7 @@ class Promotions:
         """Settle a fill that failed, and record the reason for its key. One that was settled is only counted."""
         source = fill.queue.source
         source.failures[reason.value] += 1
-        if fill.is_settled:
+        if fill.state in SETTLED:
             return
         miss = MISSES.get(reason, MissReason.TIER_FAILED)
         if miss is MissReason.TIER_FAILED:
@@ -418,15 +443,15 @@ class Promotions:
 
     def settle(self, fill: Fill, reason: int) -> None:
         """Count the key once for all lookups that asked for it, have none wait for it any more, and take it out of its
-        queue. If it is being read, as when its key is removed, the end of the read frees its slots and changes nothing
-        else. Does nothing for a fill that was settled before.
+        queue. Does nothing for a fill that was settled before.
 
         Args:
             reason: CAME or IN_A_TIER, which count as found, or a ``MissReason``.
         """
-        if fill.is_settled:
+        if fill.state in SETTLED:
             return
-        queue, fill.is_settled = fill.queue, True
+        queue, was_queued = fill.queue, fill.state is FillState.QUEUED
+        fill.state = FillState.ABANDONED if fill.state is FillState.READING else FillState.ENDED
         askers, fill.askers = fill.askers, []
         for asked, position in askers:
             asked.set(position, bytes([reason]))
@@ -436,7 +461,7 @@ class Promotions:
                 counters.found_shared += len(askers)
             else:
                 counters.found_disk += len(askers)
-        if fill in queue.fills:
+        if was_queued:
             del queue.fills[fill]
             self.count(queue, queued=-1)
         for lease in fill.leases:
@@ -453,18 +478,28 @@ class Promotions:
         if (awaited := self.awaited.pop(lease, None)) is None:
             return  # as most: thousands may end in one turn of the loop
         unawaited: dict[FillQueue, None] = {}
+        heirs: dict[FillQueue, Lease] = {}
+        """Queues that were to get space with others of this lease, and the last one that still waits for them."""
         chains: dict[Group, dict[bytes, None]] = {}
         """Keys that may have come up, each behind the key before it."""
         for fill, key_before in awaited.items():
             del fill.leases[lease]
-            if fill.is_settled:
+            if fill.state in SETTLED:
                 keys = chains.setdefault(fill.queue.group, {})
                 keys[key_before] = keys[fill.key] = None
-            elif not (fill.leases or fill.ticket):
+            elif fill.state is not FillState.QUEUED:
+                continue
+            elif not fill.leases:
                 unawaited[fill.queue] = None
+            elif fill.queue.prompt.lease is lease and not fill.queue.is_reserved:
+                heirs[fill.queue] = next(reversed(fill.leases))
         for queue in unawaited:
             for fill in [fill for fill in queue.fills if not fill.leases]:
                 self.settle(fill, IN_A_TIER)  # the engine reports why it is not loaded
+        for queue, heir in heirs.items():
+            its_prompts = (fill.queue.prompt for fill in self.awaited[heir])
+            prompt = next((prompt for prompt in its_prompts if prompt.lease is heir), None)
+            self._join(prompt or PromptQueues(heir), queue)
         for group, keys in chains.items():  # they came one by one, mostly the root first, which would be evicted first
             self._cache.stores.order_chain(group, b"".join(keys))
 
@@ -485,7 +520,7 @@ class Promotions:
 
 def _unfilled_after(source: PromotionSource, seconds: float) -> int:
     """Return the bytes reserved for a source that are not filled after this time, if blocks come at all."""
-    reserved_bytes = source.queues.reserved_bytes
+    reserved_bytes = source.read_order.reserved_bytes
     if not (reserved_bytes and (speed := source.reads.speed.current)):
         return 0
     return max(0, reserved_bytes - int(speed * seconds))

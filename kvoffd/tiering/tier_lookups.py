@@ -19,7 +19,7 @@ from kvoffd.cache.tickets import Lease
 from kvoffd.pool.allocator import PAGE_BYTES
 from kvoffd.tiering.block_group import block_group_of
 from kvoffd.tiering.promotion_source import PromotionSource
-from kvoffd.tiering.promotions import Fill, Promotions, PromptQueues
+from kvoffd.tiering.promotions import SETTLED, Fill, Promotions, PromptQueues
 from kvoffd.tiering.unanswered_keys import UnansweredKeys
 from kvoffd.tiers.tier import ABSENT, ASKED, PRESENT, Tier
 from kvoffd_proto.messages import COMING, SHARED, GroupSpec
@@ -281,7 +281,7 @@ class TierLookups:
         # Earlier lookups under the same lease may have found the beginning of the prompt.
         held_bytes = max(ready_bytes, int(self._cache.blocks.pages[lease.blocks].sum()) * PAGE_BYTES)
         awaited = self._promotions.awaited.get(lease, ())
-        held_bytes += sum(fill.queue.group.block_bytes for fill in awaited if not fill.is_settled)
+        held_bytes += sum(fill.queue.group.block_bytes for fill in awaited if fill.state not in SETTLED)
         promotable_bytes = leases.most_bytes - sum(one.reads.given_up_bytes for one in self._sources) - held_bytes
         answer, may_wait = list(map(bytearray, states)), asked is not None
         return CurrentLookup(lease, groups, answer, asked, sources, promotable_bytes, may_wait, PromptQueues(lease))

@@ -199,14 +199,14 @@ class Tiering:
 
     def pump(self) -> None:
         """Begin requested promotions, and continue writing. Call it after the replies are sent."""
-        call_each([source.pump for source in self.sources if source.queues.blocks])
+        call_each([source.pump for source in self.sources if source.read_order.blocks])
         call_each([writer.pump for writer in self.writers if writer.waiting])
 
     @property
     def has_queued_promotions(self) -> bool:
         """Whether promotions are queued."""
         for source in self.sources:  # noqa: SIM110 - after each lookup, and a generator takes twice as long
-            if source.queues.blocks:
+            if source.read_order.blocks:
                 return True
         return False
 

@@ -95,6 +95,19 @@ class _Attempt(Enum):
     """No block can be written now: it stays the next."""
 
 
+class _Hold(Enum):
+    """Reason why waiting blocks are not written. Each write that is tried decides it."""
+
+    NONE = auto()
+    SPENT = auto()
+    """The day's bytes. Blocks that come to wait are tried all the same."""
+    FULL = auto()
+    """The tiers accepted no more, and a try is expensive: none is made before the next tick, unless half of what runs
+    has ended."""
+    AWAY = auto()
+    """All tiers are away or refuse writes: none is tried before the next tick."""
+
+
 class _Rejection(NamedTuple):
     """A block at the cold end that is not written, by the sequence number of its record, and why."""
 
@@ -154,13 +167,9 @@ class Writer:
         """Sequence number of each slot's record."""
         self.mode = settings.mode
         self.budget = WriteBudget(settings.per_day_bytes, clock)
-        self._is_spent = False
-        """Whether the budget did not allow the last write that was tried."""
-        self._pauses_above: int | None = None
-        """Number of running writes above which none is tried, since a try is expensive: the tiers accepted no more.
-        None if they did."""
-        self._is_refused = False
-        """Whether all tiers are away or refuse writes, so that none is tried before the next tick."""
+        self._hold = _Hold.NONE
+        self._full_above = 0
+        """Number of running writes above which FULL holds."""
         self._under_way_limit = min(cache.slots.pool_bytes // 16, MAX_WRITING_BYTES)
         """Bytes of the pool that may be read, and are pinned, at once."""
         self._cold_bytes = cache.slots.pool_bytes // COLD_DIVISOR
@@ -191,7 +200,7 @@ class Writer:
     def writes_soon(self) -> bool:
         """Whether blocks that wait are written soon: a tier is available, and does not refuse writes, and the day's
         bytes are not spent."""
-        return not self._is_spent and any(map(accepts_writes, self._tiers))
+        return self._hold is not _Hold.SPENT and any(map(accepts_writes, self._tiers))
 
     # --- what happens to blocks ------------------------------------------------------------------
 
@@ -235,7 +244,8 @@ class Writer:
         if self.mode is not WriteMode.NEVER and self._cache.slots.free_bytes < self._cold_bytes:
             self._look_at_cold_end(before)
         self._trickle_left = self._trickle_bytes
-        self._is_refused, self._pauses_above = False, None  # what runs may hang, while another tier accepts more
+        if self._hold is not _Hold.SPENT:
+            self._hold = _Hold.NONE  # what runs may hang, while another tier accepts more
         self.pump()
 
     def _count_unwritten(self) -> None:
@@ -287,14 +297,13 @@ class Writer:
 
     def pump(self) -> None:
         """Begin writes that are possible now, up to a limit. Do nothing while over half of the limit is in progress."""
-        if not self.waiting or self._is_refused or 2 * self.under_way_bytes > self._under_way_limit:
+        if not self.waiting or self._hold is _Hold.AWAY or 2 * self.under_way_bytes > self._under_way_limit:
             return
-        if self._pauses_above is not None and len(self.under_way) > self._pauses_above:
+        if self._hold is _Hold.FULL and len(self.under_way) > self._full_above:
             return
-        self._pauses_above = None
         # Lookups that wait for blocks from its tiers have priority, too.
         own_sources = (source for source in self._sources if source.writer is self)
-        busy = self._engines_busy() or any(source.queues.blocks or source.reads.under_way for source in own_sources)
+        busy = self._engines_busy() or any(source.read_order.blocks or source.reads.under_way for source in own_sources)
         begun: list[int] = []
         try:
             self._begin_waiting(begun, busy)
@@ -347,10 +356,11 @@ class Writer:
         """Begin a write to the first of the targets that accepts it, if the budget allows."""
         nbytes = write.copy.group.nbytes
         write.first_filling, write.trickles = self.budget.first_filling_bytes > 0, busy  # before they are taken
-        self._is_spent = not self.budget.take(nbytes)
-        if self._is_spent:
+        if not self.budget.take(nbytes):
+            self._hold = _Hold.SPENT
             self.waiting.clear()  # they wait again when they are used again, or next to be evicted
             return _Attempt.NOT_NOW
+        self._hold = _Hold.NONE
         if any(tier.write(write.copy, write.offsets, partial(self._on_end, write)) for tier in targets):
             self.under_way[write.number] = write
             self.under_way_bytes += nbytes
@@ -363,9 +373,9 @@ class Writer:
         """Decide whether a block that no tier accepted stays the next, and when one is tried again."""
         group, key = write.copy.group, write.copy.key
         if self.under_way:  # there were too many at once
-            self._pauses_above = len(self.under_way) // 2
+            self._hold, self._full_above = _Hold.FULL, len(self.under_way) // 2
         elif not self.writes_soon:
-            self._is_refused = True
+            self._hold = _Hold.AWAY
         elif not any(accepts_writes(tier) and tier.takes(group, key) for tier in self._tiers):
             return _Attempt.NOT_TAKEN
         # Else a disk may have no slot now, as while it frees a region of blocks of another size.

@@ -19,8 +19,8 @@ from kvoffd.pool.slot_table import MAX_KEY_BYTES
 from kvoffd.system.files import FileCalls, OnError
 from kvoffd.system.threads import Workers
 from kvoffd.tiers.disk_clearing import Clearing
-from kvoffd.tiers.disk_file import DiskFile
-from kvoffd.tiers.disk_io import HOUR_S, BlockWriter, End, Reads, SlotJob
+from kvoffd.tiers.disk_file import HOUR_S, DiskFile
+from kvoffd.tiers.disk_io import BlockWriter, End, Reads, SlotJob
 from kvoffd.tiers.disk_map import NO_SLOT, DiskMap, KnownGroup
 from kvoffd.tiers.header import Block, BlockGroup, fits_header
 from kvoffd.tiers.tier import ABSENT, PRESENT, Found, ReadEnd, Result, Tier, TierListener, TierStats, WriteEnd

@@ -57,11 +57,13 @@ RECORD = np.dtype(
         ("written_at", "<u4"),
         ("key_bytes", "u1"),
         ("key", f"V{MAX_KEY_BYTES}"),
-        ("zero", "V15"),
+        ("second", "<u2"),
+        ("zero", "V13"),
     ]
 )
-"""Record of a slot: its block's group and key, the bytes of all its shards, and the hour in which it was written. The
-tag of an empty slot is 0."""
+"""Record of a slot: its block's group and key, the bytes of all its shards, and the hour and its second in which it was
+written. The tag of an empty slot is 0. Earlier releases ignore the second, and write 0."""
+HOUR_S = 3600
 _DISK_MAGIC, _INDEX_MAGIC = b"kvoffdD4", b"kvoffdI4"
 _NAME_BYTES = 24
 """Bytes at the beginning of ``kvoffd.disk`` that identify it: the magic, and the ``file_id`` of the index's head."""

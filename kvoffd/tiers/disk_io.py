@@ -26,7 +26,7 @@ from kvoffd.pool.slot_table import MAX_KEY_BYTES
 from kvoffd.system.files import OnError, ShortRead, address_of, aligned_buffer, write_all
 from kvoffd.system.native import COUNT, INT, ITEMS, NUMBER, VOID_P, declare, native
 from kvoffd.system.threads import ENDED_AT_ONCE, AbandonableThreads
-from kvoffd.tiers.disk_file import RECORD, DiskFile
+from kvoffd.tiers.disk_file import HOUR_S, RECORD, DiskFile
 from kvoffd.tiers.header import HEADER_BYTES, Block, BlockGroup, decode_header, encode_header
 from kvoffd.tiers.tier import READERS_NICE, Result
 from kvoffd_proto.stats import DiskFault
@@ -42,7 +42,6 @@ declare(
 
 logger = logging.getLogger(__name__)
 
-HOUR_S = 3600
 READERS = 16
 """Threads used if the kernel cannot read several blocks for one thread."""
 MAX_READ_BYTES = 64 << 20
@@ -351,8 +350,9 @@ class BlockWriter:
             return [failed_end(file, jobs[0], "write", error)]
         ends = list[End]()
         for job in jobs:
-            hour, key = int(self._wall_clock()) // HOUR_S, job.key.ljust(MAX_KEY_BYTES, b"\0")
-            record = np.array([(job.group.tag, job.group.nbytes, hour, len(job.key), key, b"")], RECORD)
+            hour, second = divmod(int(self._wall_clock()), HOUR_S)
+            key = job.key.ljust(MAX_KEY_BYTES, b"\0")
+            record = np.array([(job.group.tag, job.group.nbytes, hour, len(job.key), key, second, b"")], RECORD)
             end = End(Result.DONE)
             try:
                 file.write_records(job.slot, record)

@@ -19,7 +19,7 @@ from kvoffd.pool.slot_table import MAX_KEY_BYTES
 from kvoffd.system.files import aligned_buffer, read_all
 from kvoffd.system.native import CHAR_P, COUNT, INT, ITEMS, KEYS, VOID_P, declare, native
 from kvoffd.system.structures import DISK_INDEX, DISK_REGION
-from kvoffd.tiers.disk_file import DiskFile, OpeningStopped
+from kvoffd.tiers.disk_file import HOUR_S, DiskFile, OpeningStopped
 from kvoffd.tiers.header import HEADER_BYTES, BlockGroup, decode_header
 
 declare(keep_gil=False, disk_enter=(COUNT, VOID_P, *ITEMS, VOID_P))
@@ -82,6 +82,13 @@ class _Index(ctypes.Structure):
 
     __slots__ = ()
     _fields_ = DISK_INDEX
+
+
+class _LastWrite(NamedTuple):
+    """Latest write to a region by an earlier daemon: its second since 1970, and its place in the region."""
+
+    second: int
+    place: int
 
 
 class Passed(NamedTuple):
@@ -203,6 +210,8 @@ class DiskMap:
         self.uncleared: set[int] = set()
         self._hours: Counter[int] = Counter()
         """Number of blocks by the hour in which they were written."""
+        self._last_writes: dict[int, _LastWrite] = {}
+        """Those that were found, by region, until the hand is where it was."""
 
     def open(self, generation: Callable[[bytes], int], should_stop: Callable[[], bool]) -> dict[bytes, int]:
         """Restore the blocks of the index, except those of outdated generations. Returns the newest generations."""
@@ -237,6 +246,7 @@ class DiskMap:
             region.groups[place], region.hours[place] = 0, NEVER
         self._file.clear_records(gone)  # so that these never come back
         self._allocate_found()
+        self._restore_hand()
         return newest
 
     def _read_index(self, should_stop: Callable[[], bool]) -> dict[int, tuple[int, list[npt.NDArray[np.int64]]]]:
@@ -261,6 +271,9 @@ class DiskMap:
             region.key_bytes[places] = records["key_bytes"]
             np.frombuffer(region.hours, np.uint32)[places] = records["written_at"]
             np.frombuffer(region.found, np.uint8)[places] = 1
+            seconds = records["written_at"].astype(np.int64) * HOUR_S + records["second"]
+            last = len(seconds) - 1 - int(seconds[::-1].argmax())
+            self._last_writes[number] = _LastWrite(int(seconds[last]), int(places[last]))
             tags, of_tag, counts = np.unique(records["tag"], return_inverse=True, return_counts=True)
             by_tag, end, numbers = (places + first)[np.argsort(of_tag, kind="stable")], 0, list[int]()
             for tag, count in zip(tags.tolist(), counts.tolist(), strict=True):
@@ -303,6 +316,20 @@ class DiskMap:
             known.blocks = int(counts[known.number])
             self.blocks += known.blocks
             self.nbytes += known.blocks * known.group.nbytes
+
+    def _restore_hand(self) -> None:
+        """Put the hand behind the latest write, where an earlier daemon had it. From the first region on it would evict
+        what was written last before what is older."""
+        writes, self._last_writes = self._last_writes, {}
+        for number in sorted(self.regions, key=lambda number: writes[number].second):
+            self.regions.move_to_end(number)
+        if not self.regions:
+            return
+        number, region = next(reversed(self.regions.items()))
+        place = writes[number].place + 1
+        if region.group_numbers[place:].any():  # else it has passed the region
+            region.hand = place
+            self.regions.move_to_end(number, last=False)
 
     def known(self, group: BlockGroup) -> KnownGroup | None:
         """Return what is known of a group with readable blocks; None if they have another geometry."""

@@ -10,7 +10,7 @@ import sys
 import weakref
 import zlib
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
@@ -24,6 +24,7 @@ from kvoffd.cache.block_table import BlockTable
 from kvoffd.cache.namespace import Group, Namespace, NamespaceSnapshot, Shards
 from kvoffd.cache.recovery import RecoveredBlocks, recover
 from kvoffd.cache.states import CORRUPT, READY, UNVERIFIED, WRITTEN
+from kvoffd.cache.tickets import StorePart
 from kvoffd.pool.allocator import SlotAllocator, page_up
 from kvoffd.pool.slot_table import (
     BAD_RECORD,
@@ -207,6 +208,88 @@ def test_whole_blocks_come_back_in_order_of_use_and_nothing_else() -> None:
     assert len(check(successor)[1].blocks) == 6
 
 
+# --- the order of prompts that were stored in steps ------------------------------------------------
+
+
+def store_step(
+    rig: CacheRig, namespace: Namespace, numbers: Sequence[int], before: Mapping[int, int], starts: Sequence[int] = (0,)
+) -> None:
+    """Store keys on all ranks, the last one first. ``before``: number of the key before a chain, by its start."""
+    named = {start: b"".join(keys_of(number)) for start, number in before.items()}
+    part = StorePart(0, b"".join(keys_of(*numbers)), starts=starts, before=named)
+    for rank in reversed(range(namespace.world_size)):
+        rig.commit(rig.cache.stores.begin(namespace, rank, [part]))
+
+
+def oldest_first(rig: CacheRig) -> list[int]:
+    """Numbers of the blocks that a successor finds, in the order in which it evicts them."""
+    finder, recovered = rig.successor()
+    packed = finder.cache.blocks.keys(recovered.blocks, 8)
+    return [int.from_bytes(packed[at : at + 8], "big") for at in range(0, len(packed), 8)]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_prompt_that_was_stored_in_steps_loses_its_tail_first(world_size: int) -> None:
+    rig = CacheRig(64, 8)
+    namespace = rig.open(world_size=world_size)
+    for begin in (0, 3, 6):  # two prompts by turns
+        for first in (begin, 100 + begin):
+            store_step(rig, namespace, range(first, first + 3), {0: first - 1} if begin else {})
+    assert oldest_first(rig) == [*range(8, -1, -1), *range(108, 99, -1)]
+    store_step(rig, namespace, [9, 50, 51, 109], {0: 8, 3: 108}, starts=(0, 1, 3))  # three in one message
+    assert oldest_first(rig) == [*range(109, 99, -1), 51, 50, *range(9, -1, -1)]
+    store_step(rig, namespace, [*range(100, 112)], {})  # all of it again, of which most is there
+    assert oldest_first(rig) == [51, 50, *range(9, -1, -1), *range(111, 99, -1)]
+
+
+def test_what_came_up_from_a_tier_loses_its_tail_first() -> None:
+    rig = CacheRig(64, 8)
+    namespace = rig.open()
+    for number in (1, 50, 2, 3):  # one at a time, the root first
+        store_step(rig, namespace, [number], {})
+    rig.cache.stores.order_chain(namespace.group(0), b"".join(keys_of(1, 2, 3)))
+    assert oldest_first(rig) == [50, 3, 2, 1]
+
+
+def test_a_block_before_that_is_not_there_any_more_is_ignored() -> None:
+    rig = CacheRig(8, 8)
+    namespace = rig.open()
+    store_step(rig, namespace, [1], {})
+    store_step(rig, namespace, [2, 3], {0: 1})
+    rig.cache.invalidate(namespace, [(0, b"".join(keys_of(1)))])
+    assert oldest_first(rig) == [3, 2]
+    store_step(rig, namespace, range(100, 106), {})  # one of them is where 1 was
+    assert oldest_first(rig) == [3, 2, *range(105, 99, -1)]
+
+
+def test_a_block_before_is_believed_only_in_the_record_that_it_was_written_to() -> None:
+    """An earlier release writes records without one over others, and leaves those bytes."""
+    rig = CacheRig(8, 8)
+    namespace = rig.open()
+    store_step(rig, namespace, [1], {})
+    store_step(rig, namespace, [2], {0: 1})
+    records = rig.table.records
+    (slot,) = rig.blocks(namespace, b"".join(keys_of(2))).tolist()
+    assert oldest_first(rig) == [2, 1]
+    for field, value in (("before", 10**6), ("before_key", 0), ("before_sum", 0), ("sequence", 99)):
+        kept = records[slot].copy()
+        records[field][slot] = value
+        records["crc"][slot] = zlib.crc32(records[slot].tobytes()[8:104])
+        assert oldest_first(rig) == [1, 2], field
+        records[slot] = kept
+
+
+def test_chains_in_a_circle_come_back_once() -> None:
+    """A client may name any key."""
+    rig = CacheRig(16, 8)
+    namespace = rig.open()
+    store_step(rig, namespace, [1, 2, 3], {0: 3})
+    store_step(rig, namespace, [4, 5], {0: 4})
+    store_step(rig, namespace, [6], {0: 5})
+    rig.cache.stores.order_chain(namespace.group(0), b"".join(keys_of(6, 1)))
+    assert sorted(oldest_first(rig)) == [1, 2, 3, 4, 5, 6]
+
+
 def test_a_rank_that_is_there_twice_keeps_what_is_newer() -> None:
     pool = Pool()
     older, newer = pool.store(3, 0, keys_of(1)), pool.store(3, 0, keys_of(1))
@@ -311,11 +394,12 @@ def test_a_writer_may_be_killed_at_any_instruction() -> None:
     # The library's functions themselves: each instruction of Python between them costs a step.
     lib, at, gone = native(), blocks.address, before[:1, 0].copy()
     keys, heads, sums = b"".join(keys_of(4, 5)), columns[0].ctypes.data, np.full(2, 7, np.uint64)
+    chain = array("I", [0, 2**32 - 1]).tobytes()  # nothing is before the first of them
     calls: list[tuple[Callable[..., object], tuple[object, ...]]] = [
         (lib.blocks_drop, (at, geometry.packed, gone.ctypes.data, 1, 0)),
         (lib.blocks_make, (at, pool.slots.address, geometry.packed, keys, 2)),
         *(
-            (lib.blocks_publish, (at, geometry.packed, heads, slots.ctypes.data, 2, None, sums.ctypes.data))
+            (lib.blocks_publish, (at, geometry.packed, heads, slots.ctypes.data, 2, None, sums.ctypes.data, chain, 1))
             for slots in columns
         ),
         (lib.blocks_set_checksum, (at, int(held[0, 0]), 9)),
@@ -487,7 +571,7 @@ class Guarded:
         protect = ctypes.CDLL(None, use_errno=True).mprotect
         if protect(ctypes.c_void_p(self._end), ctypes.c_size_t(mmap.PAGESIZE), 0):
             raise OSError(ctypes.get_errno(), "mprotect")
-        self.recover_blocks = native().recover_blocks
+        self.recover_blocks, self.recover_order = native().recover_blocks, native().recover_order
 
     def recover_records(self, recovery: object, address: int, count: int, first: int) -> None:
         at = self._end - count * RECORD_BYTES

@@ -23,6 +23,7 @@ from kvoffd_client.testing import FakeEngine
 from tests.kit.checked import STEP, CheckedEngine, Truth, overwrite
 from tests.kit.command import command
 from tests.kit.daemon import DaemonProcess, refusal_to_serve
+from tests.kit.prompt_engine import PromptEngine
 from tests.kit.service_manager import ServiceManager
 from tests.kit.waiting import wait_until
 from tests.kit.wire import NamespaceStats, books, keys
@@ -149,6 +150,21 @@ def test_restart_brings_back_the_newest_first(pool_file: Path) -> None:
             ready = [engine.lookup([key]) for key in wanted]
             assert 1 < sum(ready) < 24
             assert ready == [1, *sorted(ready[1:])]
+
+
+@pytest.mark.parametrize("policy", ["lru", "arc", "learned"])
+def test_a_prompt_of_several_turns_keeps_its_beginning_after_a_restart(policy: str, pool_file: Path) -> None:
+    """Its first turn was stored long before the others, and goes last of it all the same."""
+    chat, other, new = keys(*range(20)), keys(*range(100, 106)), keys(*range(200, 214))
+    with DaemonProcess("2MiB", pool_file=str(pool_file), eviction_policy=policy) as daemon:
+        with PromptEngine(daemon.directory, blocks=32) as engine:
+            for name, prompt in (("first", chat[:10]), ("other", other), ("second", chat)):
+                engine.serve(name, prompt)
+        daemon.kill()
+        daemon.start()
+        with PromptEngine(daemon.directory, blocks=32) as engine:
+            engine.serve("new", new)  # 26 of 32 blocks are taken, so eight go
+            assert (engine.lookup(other[:1]), engine.lookup(chat), engine.lookup(new)) == (0, 18, 14)
 
 
 def test_restart_keeps_a_reset_that_another_pool_saw(in_file: DaemonProcess) -> None:

@@ -12,6 +12,7 @@ from kvoffd.cache.tickets import StoreTicket
 from kvoffd.tiering import TieringSettings
 from kvoffd.tiering.block_group import block_group_of
 from kvoffd.tiering.promotion_source import PromotionSource
+from kvoffd.tiering.promotions import SETTLED
 from kvoffd.tiering.tiering import Tiering
 from kvoffd.tiering.writer import Writer, writes_of
 from kvoffd.tiers.header import BlockGroup
@@ -191,7 +192,7 @@ class TieringHarness(CacheRig):
         pins = Counter(number for writer in self.tiering.writers for number in writer.under_way)
         for lease in self.cache.leases.by_id.values():
             pins.update(lease.blocks.tolist())
-            awaited = [fill for fill in self.tiering.promotions.awaited.get(lease, ()) if not fill.is_settled]
+            awaited = [fill for fill in self.tiering.promotions.awaited.get(lease, ()) if fill.state not in SETTLED]
             assert lease.coming == len(awaited) + lease.asking
         blocks = self.cache.blocks
         assert {block: int(blocks.pins[block]) for block in np.flatnonzero(blocks.pins).tolist()} == pins

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvoffd.cache.block_table import BlockIds, EndedSlots
+from kvoffd.cache.block_table import BlockIds, ChainStart, EndedSlots
 from kvoffd.cache.cache import Cache
 from kvoffd.cache.namespace import Group, MissReason
 from kvoffd.cache.states import CORRUPT, READY
@@ -156,10 +156,17 @@ class WatchedPool:
                 slot.state, slot.owner = "writing", SlotOwner(space.fingerprint, group.index, key, rank, world_size)
 
     def publish(
-        self, group: Group, blocks: BlockIds, slots: SlotIds, firsts: Sequence[int] | None, checksums: array[int]
+        self,
+        group: Group,
+        blocks: BlockIds,
+        slots: SlotIds,
+        firsts: Sequence[int] | None,
+        checksums: array[int],
+        chains: Sequence[ChainStart],
     ) -> tuple[BlockIds, bytes]:
         """One after the other, so that the process can die between two."""
         ready, names = [np.empty(0, np.uint32)], b""
+        before = {at: before for at, before in enumerate(blocks.tolist()[:-1], 1) if chains} | dict(chains)
         firsts = [0] * len(blocks) if firsts is None else firsts
         for at in reversed(range(len(blocks))):
             one = slice(at, at + 1)
@@ -172,7 +179,10 @@ class WatchedPool:
             if length and [int(checksums[at])] != self._inner.digests([(slot.offset, length)]):
                 raise Broken("a slot became ready with another checksum than its bytes have")
             self.before_write()
-            published = self._publish(group, blocks[one], slots[one], firsts[one], checksums[one])
+            published = self._publish(
+                *(group, blocks[one], slots[one], firsts[one], checksums[one]),
+                [ChainStart(0, before[at])] if at in before else (),
+            )
             ready.append(published[0])
             names += published[1]
             slot.state, slot.first_block = "ready", int(firsts[at])

@@ -219,7 +219,7 @@ def test_what_nobody_waits_for_any_more_is_not_read(rig: TieringHarness) -> None
     rig.tiering.pump()
     assert len(rig.tier.jobs) == 2, "an eighth of the pool"
     rig.cache.leases.end(1, [1])
-    assert rig.source.queues.blocks == 1, "of what this one asked for another lookup wants the first three"
+    assert rig.source.read_order.blocks == 1, "of what this one asked for another lookup wants the first three"
     rig.cache.leases.end(1, [2])
     assert rig.source.unended_blocks == 2, "what was begun ends by itself"
     assert rig.states(space, keys_of(7)) == [PENDING]
@@ -501,7 +501,7 @@ def test_several_requests_of_one_lookup_ask_for_no_more_than_leases_may_pin() ->
     leasable = rig.cache.leases.most_bytes // UNIT
     for part in (range(20), range(20, 60)):
         look_up(rig, space, 1, keys_of(*part))
-    assert rig.cache.leases.by_id[1].coming == leasable == rig.source.queues.blocks
+    assert rig.cache.leases.by_id[1].coming == leasable == rig.source.read_order.blocks
     while rig.source.unended_blocks:
         rig.bring_up()
     assert len(rig.cache.leases.by_id[1].blocks) == leasable
@@ -583,6 +583,56 @@ def test_prompts_with_parts_in_a_disk_and_in_a_store_do_not_wait_for_each_other(
         assert states == bytes([READY] * 14)
         rig.cache.end_session(number)
     assert not any(source.failures for source in rig.tiering.sources)
+    check_invariants(rig.cache)
+
+
+def test_prompts_get_space_for_all_of_their_parts_after_one_that_joined_them_was_aborted() -> None:
+    """Each of two fits the pool alone. A third began as each of them does, and is gone before there was space."""
+    rig = TieringHarness(settings=QUIET, regions=4)
+    space, store, prompts = rig.open(), rig.share(QUIET), {1: range(14), 2: range(20, 34)}
+    rig.put_in_tier(space, keys_of(*prompts[1], *prompts[2]))
+    move(rig, space, store, *prompts[1][7:], *prompts[2][7:])
+    pinned = pin_others(rig, space, *range(100, 108))
+    for _ in range(2):
+        for number, prompt in prompts.items():
+            look_up(rig, space, number, keys_of(*prompt), session=number)
+        store.answer()
+    for number, prompt in prompts.items():
+        assert look_up(rig, space, 30 + number, keys_of(*prompt[:3]), session=9) == bytes([PENDING] * 3)
+    rig.tiering.tick()
+    assert not [*rig.tier.jobs, *store.jobs]
+    rig.cache.leases.end(9, [31, 32])
+    rig.cache.life.unpin(pinned)
+    for number, prompt in prompts.items():
+        rig.tiering.tick()
+        rig.bring_up()
+        store.end_all()
+        assert look_up(rig, space, number, keys_of(*prompt), session=number) == bytes([READY] * 14)
+        rig.cache.end_session(number)
+    assert not any(source.failures for source in rig.tiering.sources)
+    check_invariants(rig.cache)
+
+
+def test_what_a_disk_has_of_a_prompt_does_not_wait_with_what_a_store_had_that_went_away(rig: TieringHarness) -> None:
+    """There is space for the one without the other."""
+    space, store, keys = rig.open(), rig.share(QUIET), keys_of(*range(8))
+    rig.put_in_tier(space, keys)
+    move(rig, space, store, *range(4, 8))
+    pinned = pin_others(rig, space, *range(100, 110))
+    for _ in range(2):
+        look_up(rig, space, 1, keys)
+        store.answer()
+    rig.tiering.tick()
+    assert not [*rig.tier.jobs, *store.jobs]
+    store.hangs = True
+    for _ in range(2):
+        rig.clock.now += 0.25
+        rig.tiering.tick()
+    rig.tier.end_all()
+    assert look_up(rig, space, 1, keys) == bytes([READY] * 4 + [ABSENT] * 4)
+    assert [source.failures for source in rig.tiering.sources] == [{}, {"deadline": 4}]
+    rig.cache.end_session(1)
+    rig.cache.life.unpin(pinned)
     check_invariants(rig.cache)
 
 
@@ -770,7 +820,7 @@ def test_invalidated_keys_leave_a_long_queue_at_once(rig: TieringHarness) -> Non
     space, count = rig.open(), 2048
     rig.put_in_tier(space, keys_of(*range(count)))
     look_up(rig, space, 1, keys_of(*range(count)))
-    queued = next(iter(rig.source.queues.in_order())).fills
+    queued = next(iter(rig.source.read_order.queues())).fills
     assert len(queued) == count
     rig.cache.invalidate(space, [(0, keys_of(*reversed(range(count))))])
     assert not queued
@@ -868,4 +918,4 @@ def test_many_requests_without_space_keep_none_that_fits_waiting() -> None:
     while rig.tiering.background():
         assert failed["no_space"] % ENDED_AT_ONCE == 0
     assert failed == {"no_space": 4 * (count - MAX_WITHOUT_SPACE)}
-    assert rig.source.queues.blocks == 4 * MAX_WITHOUT_SPACE
+    assert rig.source.read_order.blocks == 4 * MAX_WITHOUT_SPACE

@@ -112,19 +112,21 @@ def test_a_lease_expects_no_answer_for_what_an_engine_stored_since(rig: TieringH
 
 
 def test_a_block_that_waited_until_its_answer_was_old_is_asked_for_again(rig: TieringHarness, shared: FakeTier) -> None:
-    space, keys = rig.open(), keys_of(1)
-    give(rig, shared, space, 1)
+    space, keys = rig.open(), keys_of(*range(8))
+    give(rig, shared, space, *range(8))
     rig.states(space, keys)
     shared.answer()
     rig.cache.lookup(space, 1, 1, [(0, keys)])
     shared.known.clear()
+    shared.asked.clear()
     for _ in range(2):
         rig.tiering.pump()
     assert not space.counters.misses, "it was not evicted"
+    assert b"".join(shared.asked) == keys, "all at once, as each answer takes its time"
     shared.answer()
     rig.tiering.pump()
     shared.end_all()
-    assert rig.states(space, keys) == [READY]
+    assert rig.states(space, keys) == [READY] * 8
 
 
 # --- what is counted -------------------------------------------------------------------------------

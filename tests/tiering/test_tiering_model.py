@@ -12,7 +12,7 @@ from kvoffd.cache.namespace import Namespace
 from kvoffd.cache.states import READY, WRITING
 from kvoffd.cache.tickets import StoreTicket
 from kvoffd.tiering import TieringSettings, WriteMode
-from kvoffd.tiering.promotions import Fill
+from kvoffd.tiering.promotions import SETTLED, Fill, FillState
 from kvoffd.tiers.tier import Result
 from kvoffd_proto.messages import ABSENT, PENDING, SHARED
 from tests.kit.amount import TIMES
@@ -267,9 +267,9 @@ class TieringMachine(RuleBasedStateMachine):
             for job in store.jobs:
                 begun = self.unshared.get(job.group.fingerprint)
                 assert begun is None or job.block is None or job in begun, "an engine reset it"
-        reserved = [one for source in self.rig.tiering.sources for one in source.queues.in_order() if one.is_reserved]
+        reserved = [one for source in self.rig.tiering.sources for one in source.read_order.queues() if one.is_reserved]
         held = sum((len(one.fills) + one.under_way) * one.group.block_bytes for one in reserved)
-        assert held == sum(one.queues.reserved_bytes for one in self.rig.tiering.sources)
+        assert held == sum(one.read_order.reserved_bytes for one in self.rig.tiering.sources)
         given_up = [fill for source in self.rig.tiering.sources for fill in source.reads.given_up]
         held += sum(fill.queue.group.block_bytes for fill in given_up)
         assert self.rig.cache.leases.withheld_bytes == held
@@ -278,17 +278,22 @@ class TieringMachine(RuleBasedStateMachine):
             assert source.reads.under_way_bytes <= most
             held = source.reads.under_way_bytes + source.reads.given_up_bytes
             assert held <= 2 * most, "what was given up and hangs may hold as much again"
-            queued = [fill for queue in source.queues.in_order() for fill in queue.fills]
-            assert sum(queue.under_way for queue in source.queues.in_order()) == len(source.reads.under_way)
-            assert all(queue.fills or queue.under_way for queue in source.queues.in_order())
-            assert all(queue.prompt.queues.count(queue) == 1 for queue in source.queues.in_order())
-            unsettled = [fill for fill in [*source.reads.under_way, *queued] if not fill.is_settled]
+            queued = [fill for queue in source.read_order.queues() for fill in queue.fills]
+            assert sum(queue.under_way for queue in source.read_order.queues()) == len(source.reads.under_way)
+            assert all(queue.fills or queue.under_way for queue in source.read_order.queues())
+            assert all(queue.prompt.queues.count(queue) == 1 for queue in source.read_order.queues())
+            unsettled = [fill for fill in [*source.reads.under_way, *queued] if fill.state not in SETTLED]
             names = [(fill.queue.block_group.tag, fill.key) for fill in unsettled]
             assert len(names) == len(set(names)), "two fills of one key"
-            assert source.queues.blocks == len(queued) == source.queues.blocks_of.total()
+            assert source.read_order.blocks == len(queued) == source.read_order.blocks_of.total()
             assert all(fill.leases for fill in queued), "nobody waits for it"
+            assert {fill.state for fill in queued} <= {FillState.QUEUED}
+            assert {fill.state for fill in source.reads.under_way} <= {FillState.READING, FillState.ABANDONED}
+            assert {fill.state for fill in source.reads.given_up} <= {FillState.ABANDONED}
+            assert all(fill.ticket is None for fill in queued)
+        assert {fill.state for fill in self.coming} <= {FillState.QUEUED, FillState.READING}
         awaited = {(lease, fill) for lease, fills in self.rig.tiering.promotions.awaited.items() for fill in fills}
-        assert {(lease, fill) for lease, fill in awaited if not fill.is_settled} == {
+        assert {(lease, fill) for lease, fill in awaited if fill.state not in SETTLED} == {
             (lease, fill) for fill in self.coming for lease in fill.leases
         }
         for writer in self.rig.tiering.writers:
@@ -321,7 +326,7 @@ class TieringMachine(RuleBasedStateMachine):
         assert not rig.tiering.promotions.unsettled
         assert all(source.unended_blocks == source.reads.under_way_bytes == 0 for source in rig.tiering.sources)
         assert not any(
-            source.queues.blocks_of or source.reads.given_up or source.reads.given_up_bytes
+            source.read_order.blocks_of or source.reads.given_up or source.reads.given_up_bytes
             for source in rig.tiering.sources
         )
         rig.clock.now += 1000.0

@@ -173,6 +173,21 @@ def test_a_full_disk_takes_the_place_of_what_was_not_used(rig: DiskRig) -> None:
     rig.check()
 
 
+@pytest.mark.parametrize("ends", ["killed", "closed"])
+@pytest.mark.parametrize("more", [0, 3, 8, 11, CAPACITY])
+def test_the_next_daemon_evicts_first_what_was_written_first(rig: DiskRig, more: int, ends: str) -> None:
+    """Wherever the hand was. It would evict what was written last from the first slots on."""
+    for number in range(CAPACITY + more):
+        rig.write(block_of(number))
+        rig.clock.now += 1
+    (rig.kill if ends == "killed" else rig.restart)()
+    rig.check()
+    for number in range(CAPACITY + more, CAPACITY + more + 6):
+        assert rig.write(block_of(number)) == [DONE]
+    assert rig.there(range(CAPACITY + more + 6)) == [*range(more + 6, CAPACITY + more + 6)]
+    rig.check()
+
+
 def test_what_is_read_or_written_is_not_taken(rig: DiskRig) -> None:
     rig.write(*map(block_of, range(CAPACITY)))
     reads = [rig.begin_read(block_of(number), slot=16 + number) for number in range(CAPACITY)]
@@ -681,6 +696,40 @@ def test_a_device_that_hangs_has_nothing_until_it_answers() -> None:
     rig.tier.tick()
     rig.work()
     assert (rig.tier.hangs, first, rig.there([1, 2, 3])) == (False, [DONE], [1, 2, 3])
+    rig.check()
+
+
+def test_a_disk_that_is_slow_then_full_then_gone_serves_again_once_it_is_back() -> None:
+    rig = DiskRig(most_reads=1)
+    rig.write(*map(block_of, range(1, 7)))
+    ends = [rig.begin_read(block_of(number), 1.0) for number in (1, 2)]
+    rig.clock.now += 1.1
+    rig.tier.tick()
+    rig.work()
+    assert ends == [[DONE], [Result.DEADLINE]]
+    rig.files.fault = fails_always("write", errno.ENOSPC)
+    assert rig.write(block_of(7)) == [Result.FAILED]
+    assert (rig.tier.available(), rig.tier.refuses_writes()) == (True, True)
+    assert rig.read(block_of(2)) is DONE
+
+    def gone(name: str, _: int) -> None:
+        raise OSError(errno.EIO, "it is gone")
+
+    rig.files.fault = gone
+    rig.clock.now += 100.0
+    assert rig.read(block_of(2)) is Result.FAILED
+    assert rig.write(block_of(8)) == [Result.FAILED]
+    rig.remove(3)
+    rig.tier.tick()
+    rig.work()
+    assert rig.there(range(1, 10)) == [1, 4, 5, 6]
+    rig.check()
+    rig.files.fault = no_fault
+    rig.clock.now += 100.0
+    assert rig.write(block_of(9)) == [DONE]
+    rig.remove(4)
+    rig.restart()
+    assert rig.there(range(1, 10)) == [1, 5, 6, 9], "what was removed while it was gone stays away"
     rig.check()
 
 
