@@ -322,7 +322,7 @@ class ServerLimits:
 
     max_frame_bytes: int = 2 * 1024**2
     max_keys_per_request: int = 8192
-    max_keys_per_submit: int = 1024
+    max_keys_per_submit: int = 512
     max_jobs_per_message: int = 1024
     max_jobs_in_flight: int = 4096
     max_pieces_in_flight: int = 65_536

@@ -9,7 +9,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 if TYPE_CHECKING:
-    from kvoffd.cache.hints import Wish
+    from kvoffd.cache.retentions import Wish
 
 MAX_AWAITED = 1 << 16
 """Limit of all keys. Beyond it, the session with the most loses those of its giver with the most."""

@@ -316,7 +316,9 @@ class BlockLife:
         self.return_unpinned(self.blocks.unpin(blocks))
 
     def return_unpinned(self, unpinned: BlockIds) -> None:
-        """Return the slots of the DROPPED ones of blocks that are not pinned any more."""
+        """Return the slots of the DROPPED ones of blocks that are not pinned any more. Others can be evicted again."""
+        if self.order.passed:
+            self.order.unpinned(unpinned)
         if self._bytes_by_state[DROPPED]:
             self._return_dropped(unpinned[self.blocks.state[unpinned] == DROPPED])
 

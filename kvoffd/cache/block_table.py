@@ -180,6 +180,8 @@ class BlockTable(Structure):
     pinned_bytes: int
     leased_bytes: int
     """Bytes of the blocks that leases pin."""
+    pinned_dropped_bytes: int
+    """Bytes of the DROPPED blocks among the pinned ones. Those of a reset namespace are READY until they are swept."""
     unverified_slots: int
     """Slots that an earlier daemon wrote and nobody has compared, or whose checksum is still to be computed."""
     by_state: StateCounts
@@ -385,7 +387,7 @@ class BlockTable(Structure):
         are enough: see ``Victims.for_space``.
 
         ``order``: READY, unpinned blocks, the first to evict first; ``last``: there are no others. ``hints``,
-        ``retentions``: see ``HintedOrder.retentions``.
+        ``retentions``: see ``Retentions``: ``hint_of`` and ``numbers``.
         """
         most = len(order) + 2 * slots.slots_per_region
         self._grow(most)

@@ -132,8 +132,11 @@ uint64_t kvoffd_blocks_unpin(struct blocks *x, const uint32_t *blocks, uint64_t 
             __builtin_prefetch(&x->pages[blocks[i + TOGETHER / 2]]);
         }
         if (!--x->pins[blocks[i]]) {
+            uint64_t bytes = (uint64_t)x->pages[blocks[i]] * PAGE;
             x->pinned_blocks--;
-            x->pinned_bytes -= (uint64_t)x->pages[blocks[i]] * PAGE;
+            x->pinned_bytes -= bytes;
+            if (x->pinned_dropped_bytes && x->state[blocks[i]] == DROPPED)
+                x->pinned_dropped_bytes -= bytes;
             x->numbers[found++] = blocks[i];
         }
     }
@@ -555,6 +558,8 @@ uint64_t kvoffd_blocks_drop(struct blocks *x, const struct block_group *g, const
         if (reason)
             record_miss(x, hashed[i % TOGETHER], reason);
         set_state(x, g, block, DROPPED);
+        if (x->pins[block])
+            x->pinned_dropped_bytes += (uint64_t)g->pages * PAGE;
         do {
             set_record(record_of(x, at), x->shard[at] & CORRUPT ? BAD_RECORD : FREE_RECORD);
             at = x->next[at];

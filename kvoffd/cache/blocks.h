@@ -46,6 +46,7 @@ struct block_group {
 struct blocks {
     uint64_t sequence; /* highest sequence of any record */
     uint64_t pinned_blocks, pinned_bytes, leased_bytes;
+    uint64_t pinned_dropped_bytes; /* those of DROPPED blocks among the pinned ones */
     uint64_t unverified_slots; /* slots with a shard that is UNVERIFIED */
     struct state_counts by_state; /* of all groups */
     uint8_t *records; /* the slot table's */

@@ -10,6 +10,7 @@
 | ``integrity`` (integrity.py) | checksums |
 | ``life`` (block_life.py) | each block's state, and who hears of a change; the rules of access |
 | ``order`` (hints.py), ``Policy`` (policy.py) | which block is evicted next |
+| ``order.retentions`` (retentions.py) | what hints keep, for whom, until when |
 | ``blocks`` (block_table.py) | the arrays of slots, the index, and the counts by state, in C |
 
 An owner calls only those below it and, by hooks.py, the tiers and a listener.
@@ -46,7 +47,7 @@ from kvoffd_proto.messages import HintAction, KeyState
 
 SWEPT_AT_ONCE = 512
 """Slots of reset namespaces that one step returns."""
-DROPPED_AT_ONCE = 512
+DROPPED_AT_ONCE = 256
 """Blocks, partial for too long, that one step drops."""
 LISTED_SLOTS = 1 << 20
 """Slots that a page of a listing looks at, which takes about a millisecond."""
@@ -273,7 +274,7 @@ class Cache:
             namespace.check(index, keys)
         if action is HintAction.PREFETCH:
             return self._prefetches.add(namespace, groups, session)
-        wish, count = self.order.wish(namespace, session, giver, priority, ttl_s), 0
+        wish, count = self.order.retentions.wish(namespace, session, giver, priority, ttl_s), 0
         for index, keys in groups:
             group, different = namespace.groups[index], list(dict.fromkeys(namespace.split(index, keys)))
             packed_keys = b"".join(different)
@@ -339,7 +340,7 @@ class Cache:
 
         ``background`` does the rest.
         """
-        self.order.tick()
+        self.order.retentions.tick()
         self._prefetches.tick()
         return self._end_overdue()
 

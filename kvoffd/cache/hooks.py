@@ -52,7 +52,8 @@ class CacheListener(Protocol):
 
 
 class TierHooks(Protocol):
-    """Manages the tiers below the pool. Called in the middle of a change: it must not change the cache."""
+    """Manages the tiers below the pool. Called in the middle of a change: it must not change the cache, but that
+    ``lease_ended`` may change the order of eviction."""
 
     @property
     def are_written(self) -> bool:
@@ -73,7 +74,7 @@ class TierHooks(Protocol):
 
     def lease_ended(self, lease: Lease) -> None:
         """The lease ended: promotions for it alone can stop. What has come up for it gets its place in the order of
-        eviction."""
+        eviction (``BlockStores.order_chain``)."""
 
     def loaded(self, ticket: LoadTicket) -> LoadedKeys | None:
         """A load succeeded. Return the sources of its keys; None if all were in the pool."""

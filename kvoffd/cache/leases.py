@@ -16,7 +16,7 @@ from kvoffd.errors import KvoffdError, UnknownLease
 from kvoffd.pool.allocator import PAGE_BYTES
 from kvoffd_proto.errors import ErrorCode
 
-ENDED_AT_ONCE, UNPINNED_AT_ONCE = 512, 8192
+ENDED_AT_ONCE, UNPINNED_AT_ONCE = 256, 4096
 """Leases that one step ends, or unpins; and blocks, with those of its last lease, after which it stops."""
 CLAIM_S = 10.0
 """Time for which a session whose lookup was cut by the limit of leases counts as one that has some."""

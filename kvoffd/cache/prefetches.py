@@ -73,7 +73,7 @@ class Prefetches:
         follow them there."""
         for index, keys in groups:
             ready = self._life.blocks.lookup(namespace.groups[index], keys, lease=False).ready
-            self._life.order.make_newest(np.array([*dict.fromkeys(ready[::-1].tolist())], np.uint32))
+            self._life.order.make_newest(np.array([*dict.fromkeys(ready.tolist())], np.uint32))
 
     def _states_of(self, namespace: Namespace, groups: Sequence[tuple[int, bytes]]) -> list[bytes]:
         return [self._life.blocks.find(namespace.groups[index], keys)[0] for index, keys in groups]

@@ -12,7 +12,7 @@ from kvoffd.cache.block_life import BlockLife
 from kvoffd.cache.namespace import Group, MissReason
 from kvoffd.cache.victims import ANY_PROMPT, Victims
 
-MAX_OVER_QUOTA = 1024
+MAX_OVER_QUOTA = 512
 """Evictions per store while a namespace is over quota, if the store has fewer blocks itself."""
 PARTIAL_GRACE_S = 2.0
 """Age from which partial blocks are dropped first when space is needed."""
@@ -109,10 +109,11 @@ class Space:
         if not group.sizes:
             return "unregistered"
         usage, quota = self._life.usage, self._quotas.get(group.namespace.fingerprint)
+        pinned_ready = usage.pinned - self._life.blocks.pinned_dropped_bytes
         if quota is not None and group.namespace.held_bytes + group.block_bytes > quota:
             return "quota"
         if group.block_bytes > self._slots.pool_bytes:
             return "too_large"
-        if usage.free + usage.ready - usage.pinned >= group.block_bytes:
+        if usage.free + usage.ready - pinned_ready >= group.block_bytes:
             return "prompt" if prompt < ANY_PROMPT and self.victims.spares(prompt) else "sizes"
         return "pinned" if usage.pinned >= usage.writing else "writing"

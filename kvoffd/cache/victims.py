@@ -16,7 +16,8 @@ from kvoffd.cache.policy import BATCH
 from kvoffd.pool.allocator import PAGE_BYTES
 
 MAX_SKIPPED_PINNED = 1000
-"""Pinned blocks that one eviction may skip; if there are more, they become the newest, as they are in use."""
+"""Pinned blocks that one eviction may skip; if there are more, they leave the order until they are unpinned: skipping
+them each time takes long, and those behind them might never be considered."""
 MAX_CONSIDERED = 65536
 """Blocks from which one eviction chooses."""
 MAX_PASSED = 1024
@@ -37,7 +38,7 @@ class Choice(NamedTuple):
 
 
 class Victims:
-    """Chooses READY, unpinned blocks. It may move pinned blocks to the end of the policy's order.
+    """Chooses READY, unpinned blocks. It may take pinned ones out of the order until they are unpinned.
 
     ``older_than``: number of the prompt for which others are to go. Blocks of older prompts go, and of others those
     that a tier has or does not want. So a prompt larger than the pool keeps its beginning, without which the rest is
@@ -113,18 +114,18 @@ class Victims:
         What a hint retains costs its region only in its own turn. If the order ends before that many bytes were
         skipped, a region goes only if all its blocks were.
         """
-        most = BATCH
-        while most < min(count, MAX_CONSIDERED):  # fewer are hardly enough
+        most, retentions = BATCH, self._order.retentions
+        while most < min(2 * count, MAX_CONSIDERED):  # the first ``count`` are not enough, see ``choose``
             most *= 4
         while True:
             order = self._order.first(most, below)
             pinned, last = self._blocks.pins[order] != 0, len(order) < most or most >= MAX_CONSIDERED
             may_go = self._waiting_last(order[self._may_go(order, older_than)])
-            offered = self._slots, group, count, may_go, older_than, *self._order.retentions
+            offered = self._slots, group, count, may_go, older_than, retentions.hint_of, retentions.numbers
             chosen, enough = self._blocks.choose_victims(*offered, last=last)
             if enough or last:
-                if chosen.size and pinned.sum() > MAX_SKIPPED_PINNED:  # skipping them each time takes long
-                    self._order.make_newest(order[pinned])
+                if pinned.sum() > MAX_SKIPPED_PINNED:
+                    self._order.pass_over(order[pinned])
                 return chosen
             most *= 4
 
@@ -153,7 +154,8 @@ class Victims:
                 [blocks.oldest(one, min(most, -(-looked_at // one.block_bytes)), unpinned=True) for one in groups]
             )
             oldest = oldest[self._may_go(oldest, older_than)]
-            oldest = oldest[np.lexsort((blocks.records["sequence"][oldest], self._order.are_retained(oldest)))]
+            retained = self._order.retentions.are_retained(oldest)
+            oldest = oldest[np.lexsort((blocks.records["sequence"][oldest], retained))]
             victims = np.concatenate([victims, oldest[~np.isin(oldest, victims)]])
         enough = np.searchsorted(np.cumsum(blocks.pages[victims]) * PAGE_BYTES, nbytes)
         return victims[: min(most, int(enough) + 1)]

@@ -211,7 +211,7 @@ class Statistics:
             bytes={state: getattr(usage, state) for state in ("free", "writing", "ready", "dropped", "quarantined")},
             usable_bytes=pool.pool_bytes - usage.quarantined,
             pinned_bytes=usage.pinned,
-            retained_bytes=cache.order.retained_bytes,
+            retained_bytes=cache.order.retentions.retained_bytes,
             pinned_for_gpu_bytes=pinning.pinned_bytes,
             unpinnable_bytes=pinning.refused_bytes,
             pinning_gpu_bytes=pinning.gpu_bytes,

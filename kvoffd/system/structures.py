@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 
-VERSION = 0xB5A08FC4
+VERSION = 0xF5D1160D
 """A library of another version is refused: it is made of other C files."""
 
 SLOT_INDEX = (
@@ -66,6 +66,7 @@ BLOCKS = (
     ("pinned_blocks", ctypes.c_uint64),
     ("pinned_bytes", ctypes.c_uint64),
     ("leased_bytes", ctypes.c_uint64),
+    ("pinned_dropped_bytes", ctypes.c_uint64),
     ("unverified_slots", ctypes.c_uint64),
     ("by_state", StateCounts),
     ("at_records", ctypes.c_void_p),

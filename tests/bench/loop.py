@@ -504,7 +504,7 @@ def hints(pool_bytes: int) -> Result:
     scheduler, worker = daemon.session(m.Role.SCHEDULER), daemon.session(m.Role.WORKER)
     first = daemon.fill(worker)
     count = (daemon._next_key - first) // 4
-    daemon.cache.order._hint_of.fill(0)  # whose pages are new otherwise
+    daemon.cache.order.retentions.hint_of.fill(0)  # whose pages are new otherwise
     daemon.cache.order._askers._of.fill(1)  # all were asked for by the giver alone
     at_once, background = range(first, first + count, m.MAX_HINT_KEYS), daemon.service.background
 
@@ -517,7 +517,7 @@ def hints(pool_bytes: int) -> Result:
         for at in at_once:
             _hint(daemon, scheduler, m.HintAction.RELEASE, keys_of(at + 2 * count, m.MAX_HINT_KEYS))
         daemon.store(worker, daemon.keys(ENGINE_BLOCKS))
-        daemon.cache.order._clock = lambda: time.monotonic() + 700.0
+        daemon.cache.order.retentions._clock = lambda: time.monotonic() + 700.0
         for _ in range(STORES):
             daemon.store(worker, daemon.keys(ENGINE_BLOCKS))
 

@@ -1068,18 +1068,83 @@ def order(rig: CacheRig) -> list[int]:
     return [int.from_bytes(key, "big") for key in keys]
 
 
-def test_pinned_blocks_are_not_passed_over_for_each_eviction(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvoffd.cache.victims.MAX_SKIPPED_PINNED", 2)
-    rig = CacheRig(8, 4)
+def with_pinned_first(policy: str, pinned: int, others: int) -> tuple[CacheRig, Namespace]:
+    """A full pool, and its namespace. The blocks that are next to be evicted are pinned, by a lookup of which the
+    policy does not hear: the prompt was counted before."""
+    rig = CacheRig(pinned + others, pinned + others, policy)
     namespace = rig.open("a")
-    rig.store(namespace, keys_of(*range(4)))
-    rig.cache.lookup(namespace, 1, 5, [(0, keys_of(*range(4)))])
-    rig.cache.prompts.report()
-    rig.store(namespace, keys_of(4, 5, 6, 7))
-    for number in (8, 9):
-        rig.store(namespace, keys_of(number))
-        assert set(order(rig)[:2]) <= {4, 5, 6, 7, 8}, "the pinned ones are behind"
+    rig.store(namespace, keys_of(*range(pinned)))
+    rig.store(namespace, keys_of(*range(pinned, pinned + others)))
+    rig.cache.lookup(namespace, 1, 5, [(0, keys_of(*range(pinned)))], again=True)
+    assert {*order(rig)[:pinned]} == {*range(pinned)}
+    return rig, namespace
+
+
+@pytest.mark.parametrize("policy", POLICY_NAMES)
+def test_pinned_blocks_are_not_passed_over_for_each_eviction(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``learned`` put them where they were. Once they are unpinned, they can be evicted again."""
+    monkeypatch.setattr("kvoffd.cache.victims.MAX_SKIPPED_PINNED", 2)
+    rig, namespace = with_pinned_first(policy, 4, 4)
+    rig.store(namespace, keys_of(8))
+    assert not {*order(rig)} & {*range(4)}, "each eviction would look at them"
+    rig.store(namespace, keys_of(9))
     assert rig.states(namespace, keys_of(*range(4), 8, 9)) == [R] * 6
+    check_invariants(rig.cache)
+    rig.cache.leases.end(1, [5])
+    assert len(order(rig)) == 8
+    for number in range(10, 18):
+        rig.store(namespace, keys_of(number))
+    assert rig.states(namespace, keys_of(*range(4), *range(10, 18))) == [A] * 4 + [R] * 8
+    check_invariants(rig.cache)
+
+
+@pytest.mark.parametrize("policy", POLICY_NAMES)
+def test_stores_reach_what_lies_behind_any_number_of_pinned_blocks(
+    policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They got no space at all while more blocks were pinned, and next to go, than one eviction considers."""
+    monkeypatch.setattr("kvoffd.cache.victims.BATCH", 4)
+    monkeypatch.setattr("kvoffd.cache.victims.MAX_CONSIDERED", 8)
+    monkeypatch.setattr("kvoffd.cache.victims.MAX_SKIPPED_PINNED", 2)
+    rig, namespace = with_pinned_first(policy, 40, 8)
+    stored = [rig.store(namespace, keys_of(number)) for number in range(100, 110)]
+    assert stored[-1] == 1, f"{stored}"
+    check_invariants(rig.cache)
+
+
+def test_an_eviction_passes_over_some_pinned_blocks_and_steps_the_rest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvoffd.cache.victims.MAX_SKIPPED_PINNED", 2)
+    monkeypatch.setattr("kvoffd.cache.hints.PASSED_AT_ONCE", 3)
+    rig, namespace = with_pinned_first("lru", 8, 8)
+    left = []
+    rig.store(namespace, keys_of(100))
+    while True:
+        left.append(len({*range(8)} & {*order(rig)}))
+        if not rig.cache.background():
+            break
+    assert left == [5, 2, 0], "the next eviction looks at none of them"
+    check_invariants(rig.cache)
+
+
+def test_dropped_blocks_that_are_pinned_do_not_hide_why_there_is_no_space() -> None:
+    """A region is pinned whole, and dropped; of another one a single block is. The others of it could go, but no region
+    becomes free for the other size."""
+    rig = CacheRig(8, 4)
+    small, large = rig.open("small"), rig.open("large", sizes=(2 * UNIT,))
+    keys = [keys_of(number) for number in range(8)]
+    rig.store(small, b"".join(keys))
+    regions = [int(rig.blocks(small, key)[0]) // rig.slots.slots_per_region for key in keys]
+    first = b"".join(key for key, region in zip(keys, regions, strict=True) if region == 0)
+    rig.cache.lookup(small, 1, 5, [(0, first)])
+    rig.cache.lookup(small, 1, 6, [(0, keys[regions.index(1)])])
+    rig.cache.invalidate(small, [(0, first)])
+    usage = rig.cache.life.usage
+    assert (usage.ready, usage.dropped, usage.pinned) == (4 * UNIT, 4 * UNIT, 5 * UNIT)
+    rig.begin(large, 0, 0, keys_of(100))
+    assert large.counters.no_space == {"sizes": 1}
+    rig.cache.leases.end(1, [5])
     check_invariants(rig.cache)
 
 

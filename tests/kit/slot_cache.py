@@ -207,7 +207,7 @@ def check_invariants(cache: Cache) -> None:
     seen: set[int] = set()
     counts: Counter[tuple[Group, int]] = Counter()
     nbytes: Counter[Namespace] = Counter()
-    pinned = pinned_blocks = unverified = 0
+    pinned = pinned_blocks = pinned_dropped = unverified = 0
     for head in heads.tolist():
         group = cache.life.group_of(head)
         ring = blocks.slots(np.array([head], np.uint32), len(group.sizes))[0].tolist()
@@ -242,6 +242,7 @@ def check_invariants(cache: Cache) -> None:
         if blocks.pins[head]:
             pinned += group.block_bytes
             pinned_blocks += 1
+            pinned_dropped += group.block_bytes * (state == DROPPED)
         counts[group, DROPPED if group.retired else state] += 1
         nbytes[group.namespace] += group.block_bytes
     assert all(blocks.state[block] == WRITING for block in cache.life.partial), (
@@ -251,6 +252,7 @@ def check_invariants(cache: Cache) -> None:
     assert all(blocks.shard[slot] == CORRUPT for slot in quarantined), "a slot in use is of no block"
     assert seen <= set(np.flatnonzero(slots.in_use).tolist()), "a block's slot is free"
     assert (cache.blocks.pinned_bytes, cache.blocks.pinned_blocks) == (pinned, pinned_blocks)
+    assert cache.blocks.pinned_dropped_bytes == pinned_dropped
     assert cache.life.quarantined_slots == len(quarantined)
     assert cache.blocks.unverified_slots == unverified
     for number, known in cache.blocks.groups.items():
@@ -296,22 +298,27 @@ def check_invariants(cache: Cache) -> None:
     assert {int(block): int(blocks.leases[block]) for block in np.flatnonzero(blocks.leases)} == pins
     assert blocks.leased_bytes == sum(cache.life.group_of(block).block_bytes for block in pins)
     assert blocks.leased_bytes <= cache.leases.most_bytes, "leases pin more than they may"
+    retained, outside = cache.order.retentions, cache.order._outside
     order = [int(block) for batch in cache.order.candidates() for block in batch]
-    assert sorted(order) == np.flatnonzero(blocks.state == READY).tolist(), "the policy knows other blocks"
-    kept = [head for head in order if int(cache.order._hint_of[head]) in cache.order._retentions]
-    assert cache.order.retained_bytes == sum(cache.life.group_of(head).block_bytes for head in kept)
-    retentions = [*cache.order._retentions.values()]
+    passed = [block for number in cache.order.passed for block in outside[number]]
+    assert blocks.pins[passed].all(), "a block that can be evicted is in no order"
+    assert sorted(order + passed) == np.flatnonzero(blocks.state == READY).tolist(), "the policy knows other blocks"
+    assert all((retained.hint_of[[*part]] == number).all() for number, part in outside.items())
+    assert {*outside} - {*retained.live} == {*cache.order._released, *cache.order._ended, *cache.order.passed}
+    kept = [head for head in order if int(retained.hint_of[head]) in retained.live]
+    assert retained.retained_bytes == sum(cache.life.group_of(head).block_bytes for head in kept)
+    retentions = [*retained.live.values()]
     of_namespaces, of_sessions = Counter[Namespace](), Counter[int]()
     for retention in retentions:
         assert retention.nbytes == sum(
-            cache.life.group_of(head).block_bytes for head in kept if cache.order._hint_of[head] == retention.number
+            cache.life.group_of(head).block_bytes for head in kept if retained.hint_of[head] == retention.number
         )
         of_namespaces[retention.wish.namespace] += retention.nbytes
         of_sessions[retention.wish.session] += retention.nbytes
     assert all(namespace.retained_bytes == of_namespaces[namespace] for namespace in cache.namespaces.values())
-    assert cache.order._retained_bytes_of == of_sessions
+    assert retained._bytes_of == of_sessions
     assert retentions == sorted(
-        [one for rank in cache.order._ranked.values() for one in rank.values()], key=lambda one: one.number
+        [one for rank in retained._ranked.values() for one in rank.values()], key=lambda one: one.number
     )
     assert (blocks.state[~slots.in_use] == FREE).all()
     assert (blocks.shard[~slots.in_use] == UNWRITTEN).all()

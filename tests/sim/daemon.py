@@ -455,7 +455,7 @@ class SimDaemon:
         usage = self.service.cache.life.usage
         if usage.pinned or usage.dropped or self.service.cache.leases.by_id:
             raise Broken(f"no session is left but something is held: {usage}")
-        if self.service.cache.order.retained_bytes:
+        if self.service.cache.order.retentions.retained_bytes:
             raise Broken("blocks are retained although no hint lasts as long as a session that is silent")
         if self.service.jobs.unfinished or not self.engine.idle:
             raise Broken("no session is left but jobs run")

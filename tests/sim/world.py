@@ -218,7 +218,7 @@ class World:
         return None
 
     def _still_open(self) -> str | None:
-        if self.daemon.service.cache.order.retained_bytes:
+        if self.daemon.service.cache.order.retentions.retained_bytes:
             return "blocks are retained"
         if self.daemon.tiers is not None and self.daemon.tiers.busy:
             return "the disk or the shared store is busy"
