@@ -549,6 +549,8 @@ class Jobs:
             lambda _, end: self._host.post(lambda: self.finished(job, end)),
             lambda _: self.overdue(job),
             job.checksums,
+            session.id,
+            job.nbytes,
         )
         try:
             job.registration.memory.engine.queues[job.direction].submit(job.transfer)
