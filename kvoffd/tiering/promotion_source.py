@@ -124,9 +124,10 @@ class PromotionSource:
         """Begin up to ``most`` fills that may begin now, in the order of the queues. Blocked ones are passed over."""
         if self._stopped:
             return
+        several = len(self.queues.awaited.by_owner) > 1 or len(self.queues.prefetched.by_owner) > 1
         unreserved = 0  # queues
         too_large = inf  # the least bytes of a block for which the pool has no slots now
-        for queue in list(islice(self.queues.in_order(), MAX_LOOKED_AT)):
+        for queue in islice(self.queues.in_order(), MAX_LOOKED_AT):
             if not queue.fills:
                 continue
             if not self._promotions.reserve(queue):
@@ -145,7 +146,10 @@ class PromotionSource:
                     break
                 batch = list(islice(queue.fills, count))
                 most -= len(batch)
+                before_bytes = self.reads.under_way_bytes
                 ended_by = self._begin_batch(queue, batch)
+                if several and (begun_bytes := self.reads.under_way_bytes - before_bytes):
+                    self.queues.count_begun(queue, begun_bytes)
                 if ended_by is _BatchEnd.TIER_FULL:
                     return
                 if ended_by is _BatchEnd.NO_SLOTS:
@@ -226,7 +230,7 @@ class PromotionSource:
         Return whether there are more. A queue that gets space now has its turn instead, however long it was blocked.
         """
         since = self._clock() - self.patience_s
-        for queue in list(self.queues.in_order()):
+        for queue in self.queues.in_order():
             if queue.blocked is None:
                 continue
             # A new reservation unblocks the queue. One that it had before says nothing about slots.
