@@ -570,6 +570,8 @@ class Jobs:
             lambda _, end: self._host.post(lambda: self.finished(copy, end)),
             lambda _: self.overdue(copy),
             copy.checksums,
+            session.id,
+            copy.nbytes,
         )
         try:
             copy.registration.memory.engine.queues[copy.direction].submit(copy.transfer)

@@ -124,9 +124,10 @@ class PromotionSource:
         """Begin up to ``most`` fills that may begin now, in the order of the queues. Blocked ones are passed over."""
         if self._stopped:
             return
+        several = len(self.read_order.awaited.by_owner) > 1 or len(self.read_order.prefetched.by_owner) > 1
         unreserved = 0  # queues
         too_large = inf  # the least bytes of a block for which the pool has no slots now
-        for queue in list(islice(self.read_order.queues(), MAX_LOOKED_AT)):
+        for queue in islice(self.read_order.queues(), MAX_LOOKED_AT):
             if not queue.fills:
                 continue
             if not self._promotions.reserve(queue):
@@ -145,7 +146,10 @@ class PromotionSource:
                     break
                 batch = list(islice(queue.fills, count))
                 most -= len(batch)
+                before_bytes = self.reads.under_way_bytes
                 ended_by = self._begin_batch(queue, batch)
+                if several and (begun_bytes := self.reads.under_way_bytes - before_bytes):
+                    self.read_order.count_begun(queue, begun_bytes)
                 if ended_by is _BatchEnd.TIER_FULL:
                     return
                 if ended_by is _BatchEnd.NO_SLOTS:
@@ -234,7 +238,7 @@ class PromotionSource:
         """
         is_away = not self.tier.available()
         since = self._clock() - (0.0 if is_away else self.patience_s)
-        for queue in list(self.read_order.queues()):
+        for queue in self.read_order.queues():
             if queue.blocked is None:
                 continue
             # A new reservation unblocks the queue. One that it had before says nothing about slots.

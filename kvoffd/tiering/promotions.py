@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum, auto
 from itertools import chain, takewhile
 from math import inf
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from kvoffd.cache.asked_keys import AskedKeys
 from kvoffd.cache.block_table import CAME, IN_A_TIER
@@ -16,6 +16,7 @@ from kvoffd.cache.cache import Cache
 from kvoffd.cache.namespace import Group, MissReason, Namespace
 from kvoffd.cache.prefetches import NO_SESSION
 from kvoffd.cache.tickets import FillTicket, Lease
+from kvoffd.system.fair_shares import FairShares
 from kvoffd.tiers.header import BlockGroup
 from kvoffd.tiers.tier import Result
 from kvoffd_proto.messages import PENDING, SHARED
@@ -117,6 +118,8 @@ class Fill:
         return self.state not in SETTLED and bool(self.leases)
 
 
+Owner: TypeAlias = int | bytes
+"""Who shares a source with others: a session; for prefetches, which have none, a namespace by its fingerprint."""
 Asker = tuple[AskedKeys, int]
 """Keys of a lookup, and a position among them."""
 
@@ -127,6 +130,7 @@ class FillQueue:
 
     session: int
     """Session of that lookup, NO_SESSION for a prefetch."""
+    owner: Owner
     prompt: PromptQueues
     """The queues that get space together with this one: those of the last lookup that joined it before it had space.
     Engines repeat lookups under new leases."""
@@ -146,6 +150,11 @@ class FillQueue:
     @property
     def queued_bytes(self) -> int:
         return len(self.fills) * self.group.block_bytes
+
+    @property
+    def unread_bytes(self) -> int:
+        """Pool bytes of those that wait, and of those under way."""
+        return (len(self.fills) + self.under_way) * self.group.block_bytes
 
 
 class Blocked(NamedTuple):
@@ -168,12 +177,33 @@ class PromptQueues:
 
 
 @dataclass(slots=True)
+class SharedQueues:
+    """Queues of several owners, who get equal parts of what is read. Each owner's are read in order."""
+
+    by_owner: dict[Owner, dict[FillQueue, None]] = field(default_factory=dict)
+    """One whose prefetches lookups have joined may have an empty dict, until these end."""
+    shares: FairShares[Owner] = field(default_factory=FairShares)
+    """Bytes that each has read while others had queues too."""
+
+    def in_turn(self) -> Iterator[FillQueue]:
+        """Yield the first queue of each owner, that of the least share first, then the second ones: none waits for all
+        that another one has queued, or for its space."""
+        of_owners = deque(iter(list(self.by_owner[owner])) for owner in self.shares.order(self.by_owner))
+        while of_owners:
+            if (queue := next(of_owners[0], None)) is None:
+                of_owners.popleft()
+            else:
+                yield queue
+                of_owners.rotate(-1)
+
+
+@dataclass(slots=True)
 class ReadOrder:
     """The queues of one source, in the order in which it reads their blocks."""
 
-    awaited: dict[FillQueue, None] = field(default_factory=dict)
-    """Those with queued or running fills that a lookup has waited for, in the order in which they are read."""
-    prefetched: dict[FillQueue, None] = field(default_factory=dict)
+    awaited: SharedQueues = field(default_factory=SharedQueues)
+    """Those with queued or running fills that a lookup has waited for."""
+    prefetched: SharedQueues = field(default_factory=SharedQueues)
     """The others, of hints alone: they are read after these, so that no hint delays the lookups of others."""
     blocks: int = 0
     """Number of fills that have not begun."""
@@ -183,9 +213,16 @@ class ReadOrder:
     """Pool bytes of the queued and running blocks of those that are ``is_reserved``. ``Leases.withheld_bytes`` is the
     sum of these and of ``SourceReads.given_up_bytes`` of all sources."""
 
+    def count_begun(self, queue: FillQueue, nbytes: int) -> None:
+        """Count bytes that began to be read together in the share of a queue's owner, if others have queues too."""
+        for shared in (self.awaited, self.prefetched):
+            if len(shared.by_owner) > 1 and queue in shared.by_owner.get(queue.owner, ()):
+                shared.shares.use(queue.owner, nbytes)
+
     def queues(self) -> Iterator[FillQueue]:
-        """Yield the queues in the order in which they are read."""
-        return chain(self.awaited, self.prefetched)
+        """Yield the queues in the order in which they may begin now. They may change while the caller iterates."""
+        for shared in (self.awaited, self.prefetched):
+            yield from shared.in_turn() if len(shared.by_owner) > 1 else chain(*map(list, shared.by_owner.values()))
 
 
 class Promotions:
@@ -297,7 +334,9 @@ class Promotions:
                 return MissReason.NO_SPACE
             lookup.may_wait = True
         if (queue := queues.get(source)) is None:
-            queue = queues[source] = FillQueue(session, lookup.prompt, part.group, part.block_group, source)
+            owner = part.group.namespace.fingerprint if session == NO_SESSION else session
+            queue = FillQueue(session, owner, lookup.prompt, part.group, part.block_group, source)
+            queues[source] = queue
         if (fill := self.enqueue(queue, part.keys[place])) is None:
             return MissReason.TIER_LATE
         lookup.new_bytes += block_bytes
@@ -312,21 +351,21 @@ class Promotions:
         self.unsettled.setdefault(queue.block_group.tag, {})[key] = fill
         if not queue.fills:
             queue.prompt.queues.append(queue)
-        in_turn = order.prefetched if queue.session == NO_SESSION else order.awaited
-        in_turn[queue] = queue.fills[fill] = None
+        shared = order.prefetched if queue.session == NO_SESSION else order.awaited
+        shared.by_owner.setdefault(queue.owner, {})[queue] = queue.fills[fill] = None
         self.count(queue, queued=1)
         return fill
 
     def _join(self, prompt: PromptQueues, queue: FillQueue) -> None:
         """Have a queue get its space jointly with the others that this lookup waits for, no longer with those of an
-        earlier lookup. A prefetch's gets the lookup's turn instead."""
+        earlier lookup. A prefetch's is read with those of lookups instead."""
         if queue.prompt is prompt or prompt.lease.session == NO_SESSION:
             return
         if queue.session == NO_SESSION:
             order = queue.source.read_order
-            if queue in order.prefetched:
-                del order.prefetched[queue]
-                order.awaited[queue] = None
+            if queue in (of_owner := order.prefetched.by_owner.get(queue.owner, {})):
+                del of_owner[queue]
+                order.awaited.by_owner.setdefault(queue.owner, {})[queue] = None
             return
         if queue in queue.prompt.queues:
             queue.prompt.queues.remove(queue)
@@ -344,17 +383,7 @@ class Promotions:
         its_queues = {fill.queue for fill in awaited if fill.state not in SETTLED and fill.queue.source is source}
         if not (its_queues and (speed := source.reads.speed.current)):
             return 0.0
-        nbytes, left = 0, len(its_queues)
-        for queue in source.read_order.queues():  # all queues up to its last one are read first
-            if queue in its_queues:
-                left -= 1
-            elif queue.blocked is not None:  # passed over
-                continue
-            nbytes += (len(queue.fills) + queue.under_way) * queue.group.block_bytes
-            if not left:
-                behind_last_awaited = takewhile(lambda fill: fill not in awaited, reversed(queue.fills))
-                nbytes -= sum(1 for _ in behind_last_awaited) * queue.group.block_bytes
-                break
+        nbytes = _bytes_until(source.read_order, its_queues, awaited)
         # A queue that is blocked is expected to stay so as long again as so far.
         now = self._clock()
         blocked_s = max((now - queue.blocked.since for queue in its_queues if queue.blocked), default=0.0)
@@ -422,8 +451,11 @@ class Promotions:
         if queue.is_reserved:
             self._count_reserved(order, (queued + under_way) * queue.group.block_bytes)
         if not (queue.fills or queue.under_way):
-            order.awaited.pop(queue, None)
-            order.prefetched.pop(queue, None)
+            for shared in (order.awaited, order.prefetched):
+                of_owner = shared.by_owner.get(queue.owner, {})
+                of_owner.pop(queue, None)
+                if not of_owner:
+                    shared.by_owner.pop(queue.owner, None)
             if queue in queue.prompt.queues:
                 queue.prompt.queues.remove(queue)
 
@@ -516,6 +548,41 @@ class Promotions:
                 if fill.queue.group.namespace is not namespace:
                     break  # all keys of a tag belong to one namespace
                 self.settle(fill, MissReason.INVALIDATED)
+
+
+def _bytes_until(order: ReadOrder, its_queues: Collection[FillQueue], awaited: Collection[Fill]) -> int:
+    """Return the bytes that a source reads until it has read the last awaited fill of some of its queues.
+
+    Of an owner these are all queues up to its last one of them; of each other owner as many bytes at most, since they
+    share the source. Blocked queues are passed over.
+    """
+    most, total, others = 0, 0, list[dict[FillQueue, None]]()
+    for of_owner in order.awaited.by_owner.values():
+        left = sum(queue in of_owner for queue in its_queues)
+        if not left:
+            others.append(of_owner)
+            continue
+        nbytes = 0
+        for queue in of_owner:
+            if queue in its_queues:
+                left -= 1
+            elif queue.blocked is not None:
+                continue
+            nbytes += queue.unread_bytes
+            if not left:
+                behind_last_awaited = takewhile(lambda fill: fill not in awaited, reversed(queue.fills))
+                nbytes -= sum(1 for _ in behind_last_awaited) * queue.group.block_bytes
+                break
+        most, total = max(most, nbytes), total + nbytes
+    for of_owner in others:
+        nbytes = 0
+        for queue in of_owner:
+            if queue.blocked is None:
+                nbytes += queue.unread_bytes
+            if nbytes >= most:
+                break
+        total += min(nbytes, most)
+    return total
 
 
 def _unfilled_after(source: PromotionSource, seconds: float) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import compress
@@ -29,8 +30,8 @@ YES_S, NO_S, HIDDEN_S = 2.0, 1.0, 30.0
 UNKNOWN = 3
 """State of a key in addition to those of ``find``: nobody asked for it recently."""
 _IS_UNKNOWN = bytes(state == UNKNOWN for state in range(256))
-MAX_ASKED = 65_536
-"""Keys whose answers may be outstanding."""
+MAX_ASKED = 87_384
+"""Keys whose answers may be outstanding. No namespace gets over three quarters of that, 65,538."""
 MAX_ANSWERS = 262_144
 """Cached answers, of 16 bytes each."""
 WINDOW = 16
@@ -57,6 +58,7 @@ class Answers:
 
     Attributes:
         asked_keys: number of keys whose answers are outstanding.
+        asked_of: these by namespace.
         is_unanswered: whether the last question was not answered.
     """
 
@@ -71,6 +73,7 @@ class Answers:
         self.tier, self.listener, self.clock = tier, listener, clock
         self._store, self._put = store, put
         self.asked_keys, self.is_unanswered = 0, False
+        self.asked_of = Counter[bytes]()
         self._native, self._places = native(), MAX_ANSWERS
         self._table = np.empty((self._places + WINDOW, 2), np.uint64)
         self._table.fill(0)  # touches the pages now, not in the first lookups
@@ -89,7 +92,8 @@ class Answers:
         elif (gap := states.find(ABSENT)) >= 0:  # keys behind a gap are useless
             end = gap
         unknown = list(compress(range(first, end), states[first:end].translate(_IS_UNKNOWN)))
-        if places := unknown[: MAX_ASKED - self.asked_keys]:
+        most = max(0, 3 * (MAX_ASKED - self.asked_keys) - self.asked_of[group.fingerprint]) // 4
+        if places := unknown[:most]:
             span = slice(places[0], places[-1] + 1)  # all that are unknown in it are asked for
             states[span] = states[span].replace(bytes([UNKNOWN]), bytes([ASKED]))
             asks_all = len(places) == len(keys)
@@ -97,6 +101,7 @@ class Answers:
             now = self.clock()
             self._note(group.tag, asked, ASKED, now)
             self.asked_keys += len(asked)
+            self.asked_of[group.fingerprint] += len(asked)
             self.tier.counters.asked_keys += len(asked)
             ask = Ask(self, group, asked, prefix, now + self.tier.ask_deadline_s)
             self._put(ask)
@@ -220,6 +225,9 @@ class Ask(Question):
         answers, tier, fingerprint = self.answers, self.answers.tier, self.group.fingerprint
         found = [False] * len(self.keys)
         answers.asked_keys -= len(self.keys)
+        answers.asked_of[fingerprint] -= len(self.keys)
+        if not answers.asked_of[fingerprint]:
+            del answers.asked_of[fingerprint]
         if isinstance(answer, Answer):
             tier.clears.answered(fingerprint, answer.generation)
             if answer.generation == tier.generations.fleet(fingerprint):  # else the blocks are void by now

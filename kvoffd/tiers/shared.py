@@ -8,12 +8,14 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from math import inf
 from typing import Any
 
 from kvoffd.pool.slot_table import MAX_KEY_BYTES
+from kvoffd.system.fair_shares import FairShares
 from kvoffd.system.threads import Workers
-from kvoffd.tiers.answers import HIDDEN_S, NO_S, Answers
+from kvoffd.tiers.answers import HIDDEN_S, NO_S, Answers, Ask
 from kvoffd.tiers.asking_thread import Answered, AskingThread, Question
 from kvoffd.tiers.block_threads import (
     BlockThread,
@@ -57,6 +59,8 @@ MAX_REMOVALS, REMOVED_AT_ONCE = 16, 1000
 MAX_OBJECT_BYTES = 500 * 2**20
 """Limit of a block: Redis accepts values of 512 MiB."""
 READERS = 2
+ASKS_IN_TURN = 256
+"""Asks, in the order in which they came, whose namespaces take turns."""
 
 HANGS_S = 0.5
 """Time after its deadline by which an ask must have begun, unless a raise takes its time."""
@@ -104,6 +108,8 @@ class SharedTier(Tier):
         self.generations = generations or Generations()
         self._poll_next = self.closed = False
         """``_poll_next``: whether a poll is taken next, if one waits."""
+        self._ask_shares = FairShares[bytes]()
+        """Keys that namespaces asked for while others waited."""
         self._writes: dict[tuple[int, bytes], ObjectWrite] = {}
         threads = [BlockThread(self, store, clock) for store in self._stores[1:]]
         asker = AskingThread(self, first, clock)
@@ -148,11 +154,25 @@ class SharedTier(Tier):
         return not (self.clears.unfollowed or any(one.unfinished for one in threads))
 
     def _next_question(self, waiting: deque[Question]) -> list[Question]:
-        """Take polls and other questions in turn, so that neither delays the other."""
+        """Take polls and other questions in turn, so that neither delays the other.
+
+        Of several asks take the first of the namespace that has asked for the fewest keys while others waited. An ask
+        passes no question of another kind: a clear that was put before it comes first.
+        """
         polls = (isinstance(question, Poll) for question in waiting)
         at = next((at for at, is_poll in enumerate(polls) if is_poll is self._poll_next), 0)
         self._poll_next = not self._poll_next
-        question = waiting[at]
+        if isinstance(question := waiting[at], Ask):
+            firsts = {question.group.fingerprint: (at, question)}  # place and ask, by namespace
+            for number, one in enumerate(islice(waiting, at + 1, at + ASKS_IN_TURN), at + 1):
+                if isinstance(one, Ask):
+                    firsts.setdefault(one.group.fingerprint, (number, one))
+                elif not isinstance(one, Poll):
+                    break
+            if len(firsts) > 1:
+                fingerprint, *_ = self._ask_shares.order(firsts)
+                at, question = firsts[fingerprint]
+                self._ask_shares.use(fingerprint, len(question.keys))
         del waiting[at]
         return [question]
 

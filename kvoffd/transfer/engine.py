@@ -1,7 +1,9 @@
 """Executes plans on threads: a queue of transfers for each direction, and the engine for host memory.
 
 A copy is one call of C without the GIL. It ends when all is copied or the transfer's stop flag is set. Loads and stores
-have their own threads, so that no load waits for a store.
+have their own threads, so that no load waits for a store. Sessions share a queue by bytes: the next transfer is the
+oldest of the session that has copied the least while others waited. A copy that has begun is not interrupted for that:
+so a job waits for no more than the copies that run, each of ``max_keys_per_submit`` keys at most, and its equal part.
 
 A transfer ends (``on_done``) only when nothing touches its memory any more. If a GPU hangs that may be never. Then
 ``tick`` calls ``on_overdue``: the owner may answer a store, since slots are not read before they are committed, but not
@@ -16,9 +18,10 @@ import threading
 import time
 from array import array
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TypeAlias
 
@@ -26,6 +29,7 @@ import numpy as np
 import xxhash
 
 from kvoffd.errors import KvoffdError
+from kvoffd.system.fair_shares import FairShares
 from kvoffd.system.native import COUNT, NUMBER, VOID_P, Native, NotCompiled, declare, native
 from kvoffd.system.threads import AbandonableThreads
 from kvoffd.transfer.plan import CopyEnd, Direction, Plan
@@ -40,6 +44,8 @@ OVERDUE_GRACE_S = 1.0
 MAX_UNREAD_STORES = 4
 # Bytes that a thread reads for checksums before it polls whether the transfer must end.
 READ_BYTES = 4 << 20
+# Bytes that a copy counts for at least in its session's share: its planning and its end take as long as copying these.
+LEAST_SHARE_BYTES = 1 << 20
 
 _STRIPE_BYTES = 64
 RAISED = "The owner of a transfer raised: a bug; the engine continues."
@@ -93,6 +99,8 @@ class Transfer:
         on_overdue: called at most once, by ``tick`` in its caller's thread, if the copy has not ended a while after the
             deadline. The copy may touch the memory until ``on_done``, if that is ever called.
         checksums: of its slots. A load's are compared before its first byte is copied.
+        session: id of the session whose job it is.
+        nbytes: bytes that the plan copies.
         ending: how it will end, if that was decided before the copy ended.
         stop: not 0 if the copy must return; C polls it.
         began_at, ended_at: start and end of the copy on the engine's clock, without its time in the queue; 0.0 before.
@@ -104,6 +112,8 @@ class Transfer:
     on_done: Callable[[Transfer, CopyEnd], None]
     on_overdue: Callable[[Transfer], None] | None = None
     checksums: SlotChecksums | None = None
+    session: int = 0
+    nbytes: int = 0
     ending: CopyEnd | None = None
     stop: ctypes.c_uint32 = field(default_factory=ctypes.c_uint32)
     began_at: float = 0.0
@@ -129,15 +139,15 @@ class Transfer:
 
 
 @dataclass(slots=True, eq=False)
-class _Reading:
-    """One store whose checksums several threads compute."""
+class _UnreadStore:
+    """A store that was copied, and whose missing checksums readers compute, each one part at a time."""
 
     transfer: Transfer
     checksums: SlotChecksums
     parts: deque[list[int]]
-    """Parts that no thread has begun."""
-    unfinished: int
-    """Number of parts that have not ended."""
+    """Parts that no reader has begun."""
+    unended_parts: int
+    """Number of these, and of those that readers have begun and not ended."""
 
 
 class CopyWork:
@@ -175,13 +185,23 @@ def new_work() -> WorkOfBoth:
 
 
 class CopyQueue:
-    """The transfers of one direction, first in first out, and a thread for each function of ``copies``.
+    """The transfers of one direction, and a thread for each function of ``copies``. Those of a session begin in order.
 
     Such a function copies until all is copied or ``transfer.stop`` is set, and touches no memory afterwards. If it
     raises, the transfer fails. It may fill in a store's checksums. ``readers`` more threads compute missing ones, so
     that the copying thread continues with the next store.
 
-    The lock of ``_wake`` and ``_to_read`` guards all mutable state but ``work``. Each thread first calls ``on_start``.
+    A transfer is in ``_waiting``, then in ``_running``, then in neither, and ``on_done`` is called:
+
+    | it is in                      | from                  | until                                                 |
+    |-------------------------------|-----------------------|-------------------------------------------------------|
+    | ``_waiting``                  | ``submit``            | ``_take``; or it ends: ``cancel``, ``tick``, ``stop`` |
+    | ``_running``                  | ``_take``             | no thread touches its memory: ``_end_running``        |
+    | ``_running`` and ``_unread``  | ``_leave_to_readers`` | readers have begun all its parts                      |
+    | ``_running`` and ``_overdue`` | ``tick``              | ``_end_running``                                      |
+
+    The lock of ``_wake`` and ``_to_read`` guards all mutable state but ``work``; ``on_done`` and ``on_overdue`` are
+    called without it. Each thread first calls ``on_start``.
     """
 
     def __init__(
@@ -198,13 +218,15 @@ class CopyQueue:
         self._on_start = on_start
         lock = threading.Lock()
         self._wake, self._to_read = threading.Condition(lock), threading.Condition(lock)
-        self._waiting: dict[Transfer, None] = {}
-        """Transfers whose copy has not begun, oldest first."""
+        self._waiting: dict[int, dict[Transfer, None]] = {}
+        """Transfers whose copy has not begun, by session, each session's oldest first. None has an empty dict."""
+        self._shares = FairShares[int]()
+        """Bytes that each session's copies began to move while others waited."""
         self._running: dict[Transfer, set[int]] = {}
         """Transfers whose copy has begun, with the ids of the threads that copy or read for checksums; none while it
         waits for a reader."""
-        self._unread: deque[_Reading] = deque()
-        """Stores with parts that no reader has begun."""
+        self._unread: deque[_UnreadStore] = deque()
+        """Stores with parts that no reader has begun; at most ``_max_unread``."""
         self._overdue: dict[Transfer, float] = {}
         """Running transfers that have not ended in time, and when their threads last ran or waited for a CPU."""
         self._stopped = False
@@ -223,7 +245,7 @@ class CopyQueue:
         """Queue a transfer; after ``stop`` it is CANCELLED at once. The server limits the number of jobs."""
         with self._wake:
             if not self._stopped:
-                self._waiting[transfer] = None
+                self._waiting.setdefault(transfer.session, {})[transfer] = None
                 self._work.add(queued=1)
                 self._wake.notify_all()
                 return
@@ -232,7 +254,7 @@ class CopyQueue:
     def cancel(self, transfer: Transfer) -> bool:
         """End a queued transfer as CANCELLED; return False if it runs or has ended."""
         with self._wake:
-            if transfer not in self._waiting:
+            if transfer not in self._waiting.get(transfer.session, ()):
                 return False
             self._withdraw([transfer])
         self._end(transfer, CopyEnd.CANCELLED)
@@ -241,7 +263,7 @@ class CopyQueue:
     def tick(self) -> None:
         now = self._clock()
         with self._wake:
-            self._withdraw(waiting := [transfer for transfer in self._waiting if now >= transfer.deadline])
+            self._withdraw(waiting := [transfer for transfer in self._all_waiting() if now >= transfer.deadline])
             late: list[Transfer] = []
             for transfer, threads in self._running.items():
                 if now >= transfer.deadline:
@@ -266,7 +288,7 @@ class CopyQueue:
         """Cancel queued transfers, make running ones end as FAILED, and the threads with them."""
         with self._wake:
             self._stopped = True
-            self._withdraw(waiting := list(self._waiting))
+            self._withdraw(waiting := list(self._all_waiting()))
             for transfer in self._running:
                 transfer.must_end(CopyEnd.FAILED)
             self._wake.notify_all()
@@ -278,17 +300,25 @@ class CopyQueue:
         """Wait for the threads until ``deadline`` (``time.monotonic``); return False if one still runs."""
         return self._threads.join(deadline)
 
+    def _all_waiting(self) -> Iterator[Transfer]:
+        return chain.from_iterable(self._waiting.values())
+
     def _withdraw(self, transfers: Sequence[Transfer]) -> None:
         """Remove queued transfers from the queue. Called under the lock."""
         for transfer in transfers:
-            del self._waiting[transfer]
+            of_session = self._waiting[transfer.session]
+            del of_session[transfer]
+            if not of_session:
+                del self._waiting[transfer.session]
         self._work.add(queued=-len(transfers))
 
     # --- in its threads ---------------------------------------------------------------------------
 
     def _take(self, thread_id: int) -> Transfer:
-        """Begin the oldest queued transfer. Called under the lock."""
-        transfer = next(iter(self._waiting))
+        """Begin the next queued transfer. Called under the lock."""
+        session = self._shares.order(self._waiting)[0]
+        transfer = next(iter(self._waiting[session]))
+        self._shares.use(session, max(transfer.nbytes, LEAST_SHARE_BYTES))
         self._withdraw([transfer])
         self._running[transfer] = {thread_id}
         self._work.add(running=1)
@@ -296,6 +326,7 @@ class CopyQueue:
         return transfer
 
     def _copy_all(self, copy: Callable[[Transfer], None]) -> None:
+        """Copy one transfer after the other, until ``stop``."""
         self._on_start()
         while True:
             with self._wake:
@@ -303,26 +334,27 @@ class CopyQueue:
                 if not self._waiting:
                     return
                 transfer = self._take(threading.get_native_id())
-            started, storing = time.perf_counter(), transfer.direction is Direction.STORE
-            if transfer.began_at >= transfer.deadline:
-                transfer.must_end(CopyEnd.DEADLINE)
+            self._copy(transfer, copy)
             checksums = transfer.checksums
+            if transfer.direction is Direction.STORE and checksums is not None and 0 in checksums.sums:
+                if self._leave_to_readers(transfer, checksums):
+                    continue  # they end it
+                self._compute(transfer, partial(transfer.read_slots, checksums))
+            self._end_running(transfer)
+
+    def _copy(self, transfer: Transfer, copy: Callable[[Transfer], None]) -> None:
+        """Copy a transfer, unless it is late, or a load's slots do not match their checksums."""
+        started = time.perf_counter()
+        if transfer.began_at >= transfer.deadline:
+            transfer.must_end(CopyEnd.DEADLINE)
+        if transfer.direction is Direction.LOAD and transfer.checksums is not None:
+            self._compute(transfer, partial(transfer.read_slots, transfer.checksums))
+        if transfer.ending is None:
             try:
-                if not storing and checksums is not None:
-                    self._read(partial(transfer.read_slots, checksums))
-                if transfer.ending is None:
-                    copy(transfer)
+                copy(transfer)
             except Exception:
                 _failed(transfer)
-            self._work.add(busy_s=time.perf_counter() - started)
-            if storing and checksums is not None and 0 in checksums.sums:
-                if self._leave_to_readers(transfer, checksums):
-                    continue
-                try:
-                    self._read(partial(transfer.read_slots, checksums))
-                except Exception:
-                    _failed(transfer)
-            self._end_running(transfer)
+        self._work.add(busy_s=time.perf_counter() - started)
 
     def _leave_to_readers(self, transfer: Transfer, checksums: SlotChecksums) -> bool:
         """Have the readers compute a store's missing checksums and end it; return False if they do not take it."""
@@ -332,11 +364,12 @@ class CopyQueue:
                 return False
             self._running[transfer].clear()
             parts = checksums.unread_parts()
-            self._unread.append(_Reading(transfer, checksums, parts, len(parts)))
+            self._unread.append(_UnreadStore(transfer, checksums, parts, len(parts)))
             self._to_read.notify(len(parts))
             return True
 
     def _read_all(self) -> None:
+        """Compute checksums of one part of a store after the other, until ``stop``; end each store after its last."""
         self._on_start()
         thread_id = threading.get_native_id()
         while True:
@@ -344,29 +377,28 @@ class CopyQueue:
                 self._to_read.wait_for(lambda: self._unread or self._stopped)
                 if not self._unread:
                     return
-                reading = self._unread[0]
-                transfer, part = reading.transfer, reading.parts.popleft()
-                if not reading.parts:
+                store = self._unread[0]
+                transfer, part = store.transfer, store.parts.popleft()
+                if not store.parts:
                     self._unread.popleft()
                 self._running[transfer].add(thread_id)
-            try:
-                if not transfer.stop.value:
-                    self._read(partial(reading.checksums.read, part))
-            except Exception:
-                _failed(transfer)
+            if not transfer.stop.value:
+                self._compute(transfer, partial(store.checksums.read, part))
             with self._wake:
                 self._running[transfer].discard(thread_id)
-                reading.unfinished -= 1
-                ended = not reading.unfinished
-            if ended:
+                store.unended_parts -= 1
+                is_read = not store.unended_parts
+            if is_read:
                 self._end_running(transfer)
 
-    def _read(self, read: Callable[[], None]) -> None:
+    def _compute(self, transfer: Transfer, checksums: Callable[[], None]) -> None:
+        """Compute some checksums of a transfer, which fails if that raises, and count the time."""
         began = time.thread_time()
         try:
-            read()
-        finally:
-            self._work.add(checksum_s=time.thread_time() - began)
+            checksums()
+        except Exception:
+            _failed(transfer)
+        self._work.add(checksum_s=time.thread_time() - began)
 
     def _end_running(self, transfer: Transfer) -> None:
         """End a transfer that no thread touches any more."""
@@ -386,6 +418,7 @@ class CopyQueue:
 
 
 def _failed(transfer: Transfer) -> None:
+    """Log the exception that is being handled, and have its transfer fail."""
     _log.exception("A %s failed; its job fails, the thread continues.", transfer.direction.value)
     transfer.must_end(CopyEnd.FAILED)
 
@@ -458,16 +491,16 @@ def host_copy(transfer: Transfer, library: Native | None = None) -> None:
 
     Raises NotCompiled if kvoffd was installed without the library.
     """
-    plan, wanted = transfer.plan(), transfer.checksums if transfer.direction is Direction.STORE else None
-    slots, begin = (wanted.slots, wanted.pool_address) if wanted is not None else ((), 0)
+    plan, checksums = transfer.plan(), transfer.checksums if transfer.direction is Direction.STORE else None
+    slots, pool_address = (checksums.slots, checksums.pool_address) if checksums is not None else ((), 0)
     # array: creating NumPy arrays would take longer than a small copy.
-    columns = array("Q", [begin + offset for offset, _ in slots]), array("Q", [length for _, length in slots])
-    sums = array("Q", bytes(8 * len(slots)))
-    addresses = [column.buffer_info()[0] for column in (*columns, sums)]
+    slot_addresses = array("Q", [pool_address + offset for offset, _ in slots])
+    slot_bytes, sums = array("Q", [length for _, length in slots]), array("Q", bytes(8 * len(slots)))
     pieces = [column.ctypes.data for column in (plan.destination, plan.source, plan.size)]
-    (library or native()).host_copy(*pieces, len(plan.size), *addresses, len(slots), ctypes.byref(transfer.stop))
-    if wanted is not None:
-        wanted.sums = sums.tolist()
+    filled = [column.buffer_info()[0] for column in (slot_addresses, slot_bytes, sums)]
+    (library or native()).host_copy(*pieces, len(plan.size), *filled, len(slots), ctypes.byref(transfer.stop))
+    if checksums is not None:
+        checksums.sums = sums.tolist()
 
 
 def try_out(library: Native) -> None:

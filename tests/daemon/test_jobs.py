@@ -23,6 +23,7 @@ from tests.kit.waiting import wait_until
 from tests.kit.wire import (
     NAMESPACE,
     PAGE_BYTES,
+    Load,
     Page,
     Part,
     Segment,
@@ -450,6 +451,47 @@ def test_a_store_that_has_not_begun_is_cancelled(faulty: DaemonProcess, memory: 
     after = books(faulty.directory)
     assert after.cancelled_stores - before.cancelled_stores == 1
     assert after.balanced
+
+
+@pytest.mark.parametrize("direction", ["store", "load"])
+def test_an_engines_job_does_not_wait_for_all_that_another_one_queued(faulty: DaemonProcess, direction: str) -> None:
+    """Else the first tokens of an engine's prompts would wait for gigabytes of another one's."""
+    many, made, blocks = 40, 10, range(32)
+
+    def unended() -> int:
+        copies = getattr(books(faulty.directory), direction)
+        return int(copies.queued_jobs + copies.running_jobs)
+
+    def submit(client: WireClient, cache: bytes, job: int, numbers: range) -> None:
+        wanted, its_blocks = keys(*numbers), range(len(numbers))
+        if direction == "store":
+            client.submit(cache, [store_of(job, wanted, its_blocks)])
+        else:
+            client.submit(cache, [], [Load(job, scheduler.lease(1), [Part(wanted, its_blocks)], keep_lease=True)])
+
+    with (
+        SharedMemory(len(blocks) * PAGE_BYTES, "many") as of_busy,
+        SharedMemory(PAGE_BYTES, "one") as of_other,
+        engine(faulty) as (busy, scheduler),
+        engine(faulty) as (other, _),
+        faulty.fault(f"{direction} waits"),
+    ):
+        busy_cache, other_cache = busy.register(of_busy), other.register(of_other)
+        first = 1000
+        if direction == "load":
+            assert busy.store(busy_cache, keys(*range(first, first + len(blocks))), blocks).ok
+            assert scheduler.lookup(1, keys(*range(first, first + len(blocks)))).pinned == len(blocks)
+        for job in range(1, many + 1):
+            submit(busy, busy_cache, job, range(first, first + len(blocks)))
+            first += len(blocks) if direction == "store" else 0
+        wait_until(lambda: unended() == many)
+        submit(other, other_cache, 1, range(first, first + 1))
+        wait_until(lambda: unended() == many + 1)
+        with faulty.fault(f"{direction} first {made}"):
+            assert other.wait_ended(1)[1].ok
+            assert len(busy.unacknowledged().unfinished) > many - made
+        busy.close()
+        wait_until(lambda: unended() == 0)
 
 
 @contextmanager

@@ -185,15 +185,26 @@ class DaemonProcess(Starting):
         """Every copy that starts within fails, lies or is slow: ``load fails``, ``load lies``, ``store slow 0.5``.
 
         ``store waits``: it begins when this ends, if it was not stopped before.
+        ``store first 3``: three copies are made, the others wait. Within ``store waits`` the one that waits is the
+        first of them.
         ``commit fails``: a store that has copied everything meets a bug of the daemon.
         ``disk hangs DIRECTORY``: no read of this disk ends.
         """
         assert self._fault_file is not None, "a daemon that obeys is made with faults=True"
-        self._fault_file.write_text(words)
+        file, before = self._fault_file, self._fault_file.read_text() if self._fault_file.exists() else ""
+
+        def write(words: str) -> None:  # at once: a copy may read it at any time
+            (new := file.with_suffix(".new")).write_text(words)
+            new.replace(file)
+
+        write(words)
         try:
             yield
         finally:
-            self._fault_file.unlink()
+            if before:
+                write(before)
+            else:
+                file.unlink()
 
     def stop(self) -> int:
         """End it with SIGTERM. Returns the exit status."""

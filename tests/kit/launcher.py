@@ -16,6 +16,7 @@ import stat
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 from multiprocessing import forkserver
@@ -36,15 +37,21 @@ def copies_with_faults(file: Path) -> None:
     from kvoffd.transfer.engine import HostEngine, Transfer, host_copy
     from kvoffd.transfer.plan import Plan
 
+    begun = Counter[str]()
+    """Copies that the file's ``first`` counts, by direction."""
+
     def copy(transfer: Transfer) -> None:
-        plan, begin = transfer.plan(), 0
+        plan, begin, number = transfer.plan(), 0, 0
         while begin < len(plan.size) and not transfer.stop.value:
             words = file.read_text().split() if file.exists() else []
             if not words or words[0] != threading.current_thread().name.split("-")[1]:  # kvoffd-store-0
                 words = ["", ""]
             if words[1] == "fails":
                 raise OSError("a deliberate failure")
-            if words[1] == "waits":
+            if words[1] == "first" and not number:
+                begun[words[0]] += 1
+                number = begun[words[0]]
+            if words[1] == "waits" or (words[1] == "first" and number > int(words[2])):
                 time.sleep(LOOK_S)
                 continue
             if words[1] == "slow":

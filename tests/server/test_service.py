@@ -417,6 +417,21 @@ def test_job_that_ended_is_freed_without_the_collector(bench: Bench) -> None:
         gc.enable()
 
 
+def test_a_copy_counts_for_its_session_with_all_its_bytes(bench: Bench) -> None:
+    first, second, scheduler = bench.session(), bench.session(), bench.session(m.Role.SCHEDULER)
+    bench.copy(first)
+    bench.end_copy()
+    lease = scheduler.id << 32
+    bench.ask(scheduler, m.Lookup(1, NAMESPACE, lease, [m.GroupKeys(0, KEY)]))
+    bench.copy(second, lease)
+    assert [(load.session, load.nbytes) for load in bench.copies] == [(second.id, PAGE)]
+    bench.end_copy()
+    job = Job(8, [GroupTransfer.of([KEY, KEY[::-1], KEY[1:] + KEY[:1]], [0, 1, 2])])
+    bench.ask(first, submit_of(3, REGISTRATION, len(KEY), [job]))
+    assert [(store.session, store.nbytes) for store in bench.copies] == [(first.id, 2 * PAGE)], "one key is there"
+    bench.end_copy()
+
+
 def test_load_fails_when_others_find_its_block_corrupt(bench: Bench) -> None:
     """As the scrubber does, while the load's own bytes were compared already, or are not to be."""
     cache, worker, scheduler = bench.service.cache, bench.session(), bench.session(m.Role.SCHEDULER)

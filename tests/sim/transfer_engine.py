@@ -73,7 +73,7 @@ class SimQueue(CopyQueue):
         transfer.on_done = partial(self._ended, copy, transfer.on_done)
         self._note(f"submit {transfer.direction.value} {copy.nbytes} in {len(copy.pieces)}")
         super().submit(transfer)
-        if not self._copying and len(self._waiting) == 1:
+        if not self._copying and self._work.queued_jobs == 1:
             self._process.after(self._rng.uniform(0, 0.002), self._start)
 
     # --- what must hold --------------------------------------------------------------------------

@@ -109,7 +109,7 @@ def test_a_session_that_wants_very_much_leaves_a_part_of_the_queue_to_others(rig
     namespace, source, queued = rig.open(), rig.source, list[Fill | None]()
     lease, other = (Lease(number, number, namespace, 1000.0, np.empty(0, np.uint32)) for number in (1, 2))
     for one, count in ((lease, MAX_QUEUED), (other, MAX_QUEUED // 8)):
-        queue = FillQueue(one.session, PromptQueues(one), namespace.group(0), rig.group(namespace), source)
+        queue = FillQueue(one.session, one.session, PromptQueues(one), namespace.group(0), rig.group(namespace), source)
         queued += [rig.tiering.promotions.enqueue(queue, number.to_bytes(8, "big")) for number in range(count)]
     assert queued[:MAX_QUEUED].count(None) == pytest.approx(MAX_QUEUED / 4, abs=2)
     assert None not in queued[MAX_QUEUED:]
@@ -860,6 +860,62 @@ def test_a_prefetch_of_a_slow_store_keeps_no_space_from_a_prompt() -> None:
     assert look_up(rig, space, 1, keys_of(*range(100, 110))) == bytes([READY] * 10)
 
 
+def test_a_session_does_not_wait_for_all_that_another_one_waits_for() -> None:
+    rig = TieringHarness(settings=QUIET, regions=64, most_jobs=4)
+    space = rig.open()
+    rig.put_in_tier(space, keys_of(*range(104)))
+    for lease in range(1, 11):
+        look_up(rig, space, lease, keys_of(*range(10 * lease - 10, 10 * lease)))
+    rig.tiering.pump()
+    look_up(rig, space, 11, keys_of(*range(100, 104)), session=2)
+    reads = 0
+    while rig.cache.leases.by_id[11].coming:
+        rig.tiering.tick()
+        rig.tier.end(next(iter(rig.tier.jobs)))
+        reads += 1
+    assert reads == 4 + 2 * 4, "what was under way, its own, and as much of the other"
+    assert rig.cache.leases.by_id[1].coming < rig.cache.leases.by_id[2].coming == 10, "each session's are read in order"
+    while rig.source.unended_blocks:
+        rig.bring_up()
+    assert look_up(rig, space, 12, keys_of(*range(104))) == bytes([READY] * 104)
+    rig.cache.end_session(1)
+    rig.cache.end_session(2)
+    rig.check()
+
+
+def test_sessions_expect_to_share_a_source() -> None:
+    """Each waits for its own blocks up to its last one, and for as many of others as are there."""
+    rig = TieringHarness(settings=QUIET, regions=100)
+    space = rig.open()
+    rig.put_in_tier(space, keys_of(*range(150)))
+    rig.source.reads.speed.measured = 100.0 * UNIT
+    for session, first, end in ((1, 0, 100), (2, 100, 110), (3, 110, 130)):
+        for lease in (session, session + 10):
+            look_up(rig, space, lease, keys_of(*range(first, end)), session=session)
+    waits = [rig.cache.leases.by_id[lease].wait_s for lease in (11, 12, 13)]
+    assert waits == pytest.approx([1.0, 0.2, 0.5])
+    look_up(rig, space, 1, keys_of(*range(100)), session=1)
+    assert rig.cache.leases.by_id[1].wait_s == pytest.approx(1.3)
+
+
+def test_prompts_without_space_of_one_session_fail_none_of_another() -> None:
+    """Only so many may wait for space, first those of the sessions that have few."""
+    rig = TieringHarness(settings=QUIET, regions=8)
+    space, count = rig.open(), 2 * MAX_WITHOUT_SPACE
+    rig.put_in_tier(space, keys_of(*range(4 * count + 4)))
+    pin_others(rig, space, *range(10**6, 10**6 + 26))
+    for number in range(count + 1):
+        session = 1 if number < count else 2
+        look_up(rig, space, number + 1, keys_of(*range(4 * number, 4 * number + 4)), session=session)
+    for _ in range(2):
+        rig.tiering.tick()
+    while rig.tiering.background():
+        pass
+    assert rig.cache.leases.by_id[count + 1].coming == 4
+    waiting = rig.source.read_order.blocks
+    assert waiting == 4 * MAX_WITHOUT_SPACE
+
+
 @pytest.mark.parametrize("joins", [False, True])
 def test_what_a_lookup_waits_for_is_read_before_what_others_prefetch(joins: bool) -> None:
     rig = TieringHarness(settings=QUIET, regions=64, most_jobs=4)
@@ -870,14 +926,31 @@ def test_what_a_lookup_waits_for_is_read_before_what_others_prefetch(joins: bool
     rig.tiering.pump()
     space, keys = (hinting, keys_of(*range(36, 40))) if joins else (asking, keys_of(*range(100, 104)))
     rig.cache.lookup(space, 2, 1, [(0, keys)])
-    if joins:  # its queue has the turn of the lookup from now on, and no later one goes before it
+    if joins:  # its queue is read with those of lookups from now on, by turns
         rig.cache.lookup(asking, 3, 2, [(0, keys_of(*range(100, 104)))])
     reads = 0
     while rig.cache.leases.by_id[1].coming:
         rig.tiering.tick()
         rig.tier.end(next(iter(rig.tier.jobs)))
         reads += 1
-    assert reads == (40 if joins else 4 + 4), "what was under way, and its own"
+    assert reads == (40 + 4 if joins else 4 + 4), "what was under way, its own, and as much of another lookup"
+    rig.check()
+
+
+def test_prefetches_of_a_namespace_do_not_wait_for_all_those_of_another() -> None:
+    rig = TieringHarness(settings=QUIET, regions=64, most_jobs=4)
+    spaces = [rig.open(name) for name in ("many", "few")]
+    keys = [keys_of(*range(40)), keys_of(*range(100, 104))]
+    for space, its in zip(spaces, keys, strict=True):
+        rig.put_in_tier(space, its)
+    for space, its in zip(spaces, keys, strict=True):
+        rig.cache.hint(space, HintAction.PREFETCH, [(0, its)])
+    reads = 0
+    while spaces[1].fingerprint in rig.source.read_order.prefetched.by_owner:
+        rig.tiering.tick()
+        rig.tier.end(next(iter(rig.tier.jobs)))
+        reads += 1
+    assert reads == 4 + 4, "as many of the other as began together, and its own"
     rig.check()
 
 

@@ -256,12 +256,14 @@ def test_what_is_wrong_with_a_peer_is_said_of_each(lender: Lender, full: int, ca
 
 def test_what_is_wrong_with_the_helper_is_said_of_the_last_one(nixl: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """It ends before it reads a message, and the one before it hung."""
+    from tests.kit.forked_helper import ForkedHelper
+
     starts = 0
 
-    class Failing(Forked):
+    class Failing(ForkedHelper):
         def __init__(self, command: Sequence[str], pass_fds: Sequence[int], stdin: int) -> None:
             nonlocal starts
-            starts += 1
+            starts, self._status = starts + 1, None
             self.pid = os.fork()
             if not self.pid:
                 try:

@@ -13,6 +13,7 @@ from kvoffd.system.threads import Workers
 from kvoffd.tiers import answers as module
 from kvoffd.tiers.answers import HIDDEN_S, NO_S, YES_S, Answer, Ask
 from kvoffd.tiers.asking_thread import AskingThread
+from kvoffd.tiers.fleet_clears import Raise
 from kvoffd.tiers.header import HEADER_BYTES, Block, encode_header, make_block_group
 from kvoffd.tiers.shared import SharedTier as Tier
 from kvoffd.tiers.store import Credentials, open_store
@@ -81,6 +82,45 @@ def test_each_answer_stands_for_its_time_and_is_asked_for_then(rig: Rig, found: 
     rig.clock.now += 0.02
     assert rig.find() == [ASKED]
     assert rig.tier.counters.asked_keys == 2
+
+
+def take_questions(rig: Rig) -> str:
+    """Take all questions as the asking thread does; return the namespaces of asks, and ``.`` for other questions."""
+    waiting, taken = rig.tier._asking._waiting, ""
+    while waiting:
+        (one,) = rig.tier._next_question(waiting)
+        taken += one.group.fingerprint[:1].decode() if isinstance(one, Ask) else "."
+    return taken
+
+
+def test_namespaces_ask_in_turn(rig: Rig) -> None:
+    """By the number of keys, each in its order; a question of another kind is passed by none."""
+    groups = {name: make_block_group(name.encode() * 32, 0, 0, [5000]) for name in "123"}
+
+    def ask(name: str, *counts: int) -> None:
+        for number, count in enumerate(counts):
+            keys = [bytes([number, at]) * 16 for at in range(count)]
+            assert set(rig.tier.find(groups[name], keys, prefix=True).states) == {ASKED}
+
+    take_questions(rig)
+    ask("1", *[100] * 5)
+    ask("2", *[50] * 3)
+    assert take_questions(rig) == "12212111"
+    rig.clock.now += 10.0
+    ask("1", 10, 10)
+    rig.tier._asking.put(Raise(rig.tier.clears, b"1" * 32, 0, 0, 0.0))
+    ask("2", 10)
+    assert take_questions(rig) == "11.2"
+
+
+def test_a_namespace_leaves_others_a_part_of_what_may_be_asked(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_ASKED", 100)
+    keys, other = [bytes([at]) * 32 for at in range(100)], make_block_group(b"2" * 32, 0, 0, [5000])
+    assert rig.find(keys) == [ASKED] * 75 + [ABSENT] * 25
+    assert list(rig.tier.find(other, keys[:10], prefix=True).states) == [ASKED] * 10
+    rig.answer(True)
+    assert not rig.tier._answers.asked_of
+    assert rig.find(keys) == [PRESENT] * 75 + [ASKED] * 25
 
 
 @pytest.mark.parametrize("asked", [False, True])

@@ -182,7 +182,7 @@ class Sums:
 
 
 class Job:
-    """A transfer between buffers of its own, and how it ended."""
+    """A transfer between buffers of its own, and how it ended. ``nbytes``: what it is said to copy."""
 
     def __init__(
         self,
@@ -191,6 +191,8 @@ class Job:
         deadline: float = FOREVER,
         seed: int = 0,
         sums: Sums | None = None,
+        session: int = 0,
+        nbytes: int = 0,
     ) -> None:
         self.source = random_bytes(pieces * PIECE, seed)
         self.destination = np.zeros_like(self.source)
@@ -206,7 +208,9 @@ class Job:
         self.on_end: Callable[[Transfer], None] = lambda _: None
         self.done = threading.Event()
         self.checksums = sums.slot_checksums(pieces) if sums else None
-        self.transfer = Transfer(direction, lambda: plan, deadline, self._on_done, None, self.checksums)
+        self.transfer = Transfer(
+            direction, lambda: plan, deadline, self._on_done, None, self.checksums, session, nbytes
+        )
 
     def _on_done(self, transfer: Transfer, outcome: CopyEnd) -> None:
         assert transfer is self.transfer
@@ -237,6 +241,51 @@ def test_transfers_copy_every_byte_in_their_order_and_end_once(harness: Harness)
         assert all(job.is_copied() for job in jobs)
         assert ended == [job.transfer for job in jobs]
     assert harness.engine.close(LONGER_THAN_A_TEST_S), "an idle engine closes at once"
+
+
+def order_of(harness: Harness, direction: Direction, queued: Sequence[tuple[int, int]]) -> str:
+    """Queue jobs, given by session and bytes, while the first runs; return the sessions in the order of the ends."""
+    ended: list[int] = []
+    jobs = [Job(direction=direction, session=session, nbytes=nbytes) for session, nbytes in queued]
+    for job in jobs:
+        job.on_end = lambda transfer: ended.append(transfer.session)
+    harness.hold_running(jobs[0])
+    harness.submit(*jobs[1:])
+    assert harness.queued_and_running(direction) == (len(jobs) - 1, 1)
+    harness.release()
+    assert {job.outcome() for job in jobs} == {CopyEnd.DONE}
+    return "".join(map(str, ended))
+
+
+@pytest.mark.parametrize("direction", list(Direction))
+def test_sessions_share_a_queue_by_bytes(harness: Harness, direction: Direction) -> None:
+    """None waits for all that another one has queued, and none gets ahead by copying in smaller parts."""
+    large, small, tiny = 8 * MIB, 2 * MIB, 1000
+    assert order_of(harness, direction, [(1, large)] * 10 + [(2, small)]) == "12111111111"
+    assert order_of(harness, direction, [(3, large)] * 3 + [(4, small)] * 8) == "34444344443"
+    assert order_of(harness, direction, [(5, tiny)] * 6 + [(6, MIB)] * 3) == "565656555", "each takes time"
+    assert order_of(harness, direction, [(7, large), (7, large), (8, large), (9, large), (7, large)]) == "78977"
+
+
+def test_what_a_session_copied_alone_is_not_held_against_it(harness: Harness) -> None:
+    assert {harness.run(Job(session=1, nbytes=100 * MIB)) for _ in range(3)} == {CopyEnd.DONE}
+    assert order_of(harness, Direction.STORE, [(1, MIB), *[(1, MIB)] * 2, *[(2, MIB)] * 3]) == "121212"
+
+
+def test_cancelled_jobs_of_a_session_keep_none_of_another_waiting(harness: Harness) -> None:
+    first, *own = (Job(session=1, nbytes=MIB) for _ in range(10))
+    other, late = Job(session=2), Job(session=3, deadline=harness.now + 5)
+    harness.hold_running(first, *own, other, late)
+    for job in own:
+        assert harness.engine.queues[job.transfer.direction].cancel(job.transfer)
+    assert {job.outcome() for job in own} == {CopyEnd.CANCELLED}
+    harness.now += 5
+    harness.engine.tick()
+    assert late.outcome() is CopyEnd.DEADLINE
+    assert harness.queued_and_running(Direction.STORE) == (1, 1)
+    harness.release()
+    assert (first.outcome(), other.outcome()) == (CopyEnd.DONE, CopyEnd.DONE)
+    assert harness.queued_and_running(Direction.STORE) == (0, 0)
 
 
 def test_submitting_never_waits_and_stats_count_what_is_there(harness: Harness) -> None:

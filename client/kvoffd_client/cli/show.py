@@ -150,22 +150,22 @@ def _show_sessions(found: Sequence[SessionInfo]) -> None:
     if not found:
         say("No session is open.")
         return
-    print_table(
-        (">id", "<role", "name", "<namespace", ">pid", ">idle", ">pinned", ">registered"),
-        [
-            (
-                str(one.session_id),
-                one.role or "new",
-                " ".join(map(printable, filter(None, (one.name, one.software)))) or "-",
-                ", ".join(map(namespace_id, one.namespaces)) or "-",
-                str(one.pid or "-"),
-                format_duration(one.idle_seconds),
-                format_size(one.pinned_bytes),
-                format_size(one.registered_bytes),
-            )
-            for one in found
-        ],
-    )
+    titles = ">id", "<role", "name", "<namespace", ">pid", ">idle", ">jobs", ">pinned", ">registered"
+    rows = [
+        (
+            str(one.session_id),
+            one.role or "new",
+            " ".join(map(printable, filter(None, (one.name, one.software)))) or "-",
+            ", ".join(map(namespace_id, one.namespaces)) or "-",
+            str(one.pid or "-"),
+            format_duration(one.idle_seconds),
+            format_count(one.jobs),
+            format_size(one.pinned_bytes),
+            format_size(one.registered_bytes),
+        )
+        for one in found
+    ]
+    print_page(table_of(titles, rows, gap=1))
 
 
 # --- requests --------------------------------------------------------------------------------------

@@ -43,6 +43,7 @@ ROWS_BYTES = {Direction.LOAD: 32 << 10, Direction.STORE: 16 << 10}
 MIN_ROWS = {Direction.LOAD: 1, Direction.STORE: 32}
 _UNBOUNDED_S = 1e9
 
+# Names of the driver's calls, by their numbers in gpu_copy.c.
 _CALLS = (
     *("", "cuMemcpy2DAsync_v2", "cuMemcpyBatchAsync", "cuMemcpyAsync"),
     *("cuEventRecord", "cuEventSynchronize", "cuStreamSynchronize"),
@@ -99,6 +100,7 @@ class GpuCopier:
                 self._events[index] = event = driver.create_event()
                 undo.callback(driver.destroy_event, event)
             calls = driver.copy_calls()
+            # A field is called at_NAME if NAME is a pointer in C.
             self._copying = _GpuCopying(
                 **{f"at_{name}": address for name, address in calls.items() if name != "has_fail_index"},
                 has_fail_index=calls.get("has_fail_index", 0),

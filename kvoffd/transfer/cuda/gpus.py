@@ -13,7 +13,8 @@ from contextlib import ExitStack
 from typing import NamedTuple, TypeVar
 from uuid import UUID
 
-from kvoffd.errors import KvoffdError, refusal_of
+from kvoffd.errors import KvoffdError, NoMoreThreads, refusal_of
+from kvoffd.system.files import OnError
 from kvoffd.system.numa import locality_of
 from kvoffd.system.threads import TaskThread
 from kvoffd.transfer.cuda.engine import GpuEngine
@@ -162,8 +163,9 @@ class Gpu:
         with ExitStack() as undo:
             undo.enter_context(self._driver.context(self.device.ordinal))
             engine = GpuEngine(self._driver, chunks, work, name=name, locality=self.locality, clock=clock)
+            with OnError(engine.destroy):
+                self._pool.acquire(self.device.ordinal)
             self._context = undo.pop_all()
-        self._pool.acquire(self.device.ordinal)
         self.engine = engine
         where = "" if self.locality.node is None else f", its threads on NUMA node {self.locality.node}"
         _log.info("%s is in use%s.", self.device, where)
@@ -256,10 +258,9 @@ class Gpus:
         def pin() -> None:
             try:
                 first, *_ = self._list_devices(pool.driver)
-            except CudaError as error:
-                _log.info("The pool is not pinned until an engine on a GPU registers: %s", error.message)
-            else:
                 pool.pin(first.ordinal)
+            except (CudaError, NoMoreThreads) as error:
+                _log.info("The pool is not pinned until an engine on a GPU registers: %s", error.message)
 
         self._in_finder(pin)
 

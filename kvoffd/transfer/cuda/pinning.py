@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from kvoffd.system.threads import start
 from kvoffd.transfer.cuda.engine import PinnedChunks
 from kvoffd_proto.cuda import Cuda, CudaError
 from kvoffd_proto.units import format_size
@@ -65,21 +66,21 @@ class PinnedPool:
         self._pinned_bytes = self._refused_bytes = self._gpu_bytes = 0
 
     def pin(self, device: int) -> None:
-        """Start to pin the pool unless it is pinned."""
+        """Start to pin the pool unless it is pinned. Raises NoMoreThreads."""
         with self._change:
+            if self._thread is None:
+                start(thread := threading.Thread(target=self._run, name="kvoffd-pin", daemon=True))
+                self._thread = thread
             self._unpin_at = _NEVER
             if not self._keeps_pinned and self._device is None:
                 self._device = device
-                if self._thread is None:
-                    self._thread = threading.Thread(target=self._run, name="kvoffd-pin", daemon=True)
-                    self._thread.start()
                 self._change.notify()
 
     def acquire(self, device: int) -> None:
-        """Add a GPU that uses the pool, and pin the pool."""
+        """Add a GPU that uses the pool, and pin the pool. Raises NoMoreThreads; then nothing was added."""
         with self._change:
-            self._users += 1
             self.pin(device)
+            self._users += 1
 
     def release(self) -> None:
         """Remove a GPU; after the last one unpin the pool, later. No copy of the GPU may be running."""

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvoffd.errors import KvoffdError
+from kvoffd.errors import KvoffdError, NoMoreThreads
 from kvoffd.pool.memory import PoolMemory
 from kvoffd.transfer.cuda.gpus import HANGING_S, MAX_WAITING_TASKS, Gpus, NoSuchGpu
 from kvoffd.transfer.cuda.mappings import IpcExport, UnmappableHandle
@@ -168,6 +168,28 @@ def test_a_gpu_that_cannot_be_used_is_tried_again(engines: Engines, call: str) -
     assert engines.stub.contexts(0) == 0
     unmap(engines.map().memory())
     wait_until(lambda: engines.stub.contexts(0) == 0)
+
+
+def test_a_gpu_without_a_thread_that_pins_is_tried_again(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And is not in use, so that its context and the pool's pins do not stay after the last registration."""
+    start = threading.Thread.start
+
+    def start_others(thread: threading.Thread) -> None:
+        if thread.name == "kvoffd-pin":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_others)
+    with pytest.raises(NoMoreThreads):
+        engines.map().memory()
+    assert engines.stub.contexts(0) == 0
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("kvoffd-gpu-store")]
+    monkeypatch.undo()
+    memory = engines.map().memory()
+    wait_until(lambda: engines.gpus.pinning.pinned_bytes == POOL)
+    unmap(memory)
+    wait_until(lambda: engines.stub.contexts(0) == 0)
+    assert engines.stub.ranges(Ranges.HOST) == 0
 
 
 @pytest.mark.parametrize("call", ["list_devices", "locality_of", "GpuEngine"])
