@@ -119,7 +119,7 @@ class Fill:
 
 
 Owner: TypeAlias = int | bytes
-"""Who shares a source with others: a session; for prefetches, which have none, a namespace by its fingerprint."""
+"""One that shares a source with others: a session; for prefetches, which have none, a namespace by its fingerprint."""
 Asker = tuple[AskedKeys, int]
 """Keys of a lookup, and a position among them."""
 

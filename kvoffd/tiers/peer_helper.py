@@ -156,7 +156,7 @@ class Link:
         self._tried_at: float | None = None
 
     def take(self) -> bool:
-        """Read the events that are there. Returns whether it has been connected anew."""
+        """Read the events that are there. Returns whether it has been connected since."""
         connected = False
         for event in events_of(self.events):
             if event == zmq.EVENT_CONNECT_DELAYED:
@@ -327,7 +327,7 @@ class Helper:
                     self._from_daemon(*parsed(data))
             for number, link in self._links.items():
                 if ready.pop(link.events, 0) and link.take():
-                    self._connected_anew(number)
+                    self._connected_again(number)
             if self._router_events is not None and ready.pop(self._router_events, 0):
                 self._refused_handshakes += sum(1 for _ in events_of(self._router_events))
             for number, peer in enumerate(self._peers):
@@ -476,9 +476,9 @@ class Helper:
         self._agents = {at: agent for at, agent in self._agents.items() if agent.name != name}
         self._remove_agent(name)
 
-    def _connected_anew(self, number: int) -> None:
-        """Have NIXL connect to a peer anew too, once ZeroMQ has: its connection of before may hang for as long again as
-        the network was away, since TCP doubles the time to its next try."""
+    def _connected_again(self, number: int) -> None:
+        """Have NIXL connect to a peer again too, once ZeroMQ has: its old connection may hang for as long as the network
+        was away, since TCP doubles the time to its next try."""
         if number in self._agents:
             self._drop_agent(number)
 

@@ -52,7 +52,9 @@ from kvoffd.tiers.peer_messages import (
     HelperSettings,
     Pin,
     Pinned,
+    curve_keys,
     frame,
+    peer_socket,
 )
 from kvoffd.tiers.peer_process import PeerCall, PeerHelper
 from kvoffd.tiers.peer_store import PeerStore
@@ -859,31 +861,31 @@ def test_a_peer_with_two_names_has_one_agent() -> None:
     helper._nixl.remove_remote_agent.assert_called_once_with("agent")
 
 
-def test_a_peer_that_is_connected_anew_is_read_by_a_new_connection() -> None:
+def test_a_peer_that_is_connected_again_is_read_by_a_new_connection() -> None:
     """NIXL's own of before the network was away hangs as long again. See also ``tests/chaos/test_fleet.py``."""
     helper = object.__new__(peer_helper.Helper)
     helper._nixl, helper._agents = Mock(), {}
     helper._nixl.add_remote_agent.return_value = b"agent"
-    helper._connected_anew(0)
+    helper._connected_again(0)
     helper._nixl.remove_remote_agent.assert_not_called()
     for _ in range(2):
         helper._set_agent(0, b"metadata", 1)
-        helper._connected_anew(0)
+        helper._connected_again(0)
         helper._nixl.remove_remote_agent.assert_called_with("agent")
     assert helper._nixl.add_remote_agent.call_count == 2
 
 
-def test_a_link_says_when_it_is_connected_anew() -> None:
-    keys, port = peer_helper.curve_keys(SECRET), free_port()
+def test_a_link_says_when_it_is_connected_again() -> None:
+    keys, port = curve_keys(SECRET), free_port()
     with ExitStack() as stack:
         context = stack.enter_context(zmq.Context())
-        dealer = stack.enter_context(peer_helper.peer_socket(context, zmq.DEALER, keys))
+        dealer = stack.enter_context(peer_socket(context, zmq.DEALER, keys))
         dealer.setsockopt(zmq.RECONNECT_IVL, 10)
         link = peer_helper.Link(dealer)
         stack.enter_context(link.events)
         dealer.connect(f"tcp://127.0.0.1:{port}")
         for _ in range(2):
-            router = stack.enter_context(peer_helper.peer_socket(context, zmq.ROUTER, keys, is_server=True))
+            router = stack.enter_context(peer_socket(context, zmq.ROUTER, keys, is_server=True))
             wait_until(lambda: _binds(router, port))  # noqa: B023
             wait_until(link.take)
             assert not link.take()
