@@ -477,7 +477,7 @@ class Helper:
         self._remove_agent(name)
 
     def _connected_again(self, number: int) -> None:
-        """Have NIXL connect to a peer again too, once ZeroMQ has: its old connection may hang for as long as the network
+        """Have NIXL connect to a peer again too, once ZeroMQ has: its old connection may hang as long as the network
         was away, since TCP doubles the time to its next try."""
         if number in self._agents:
             self._drop_agent(number)
