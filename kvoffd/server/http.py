@@ -23,6 +23,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from http import HTTPStatus
 from ipaddress import ip_address
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple, Protocol, TypeVar
 
@@ -106,6 +107,8 @@ class _Connection:
     """Address of its client, without the port."""
     is_probe: bool
     """Whether a probe's request has arrived, as far as is known."""
+    is_read: bool = False
+    """Whether its request was read: then ``is_probe`` is certain."""
     has_begun: bool = False
     """Whether its task has begun, and closes the stream."""
 
@@ -166,12 +169,17 @@ class HttpServer:
 
     def _close_one(self) -> None:
         """Close a connection of the address that has the most: its oldest one without a probe's request, if it has one.
+        The newest of all stays: its request may be on its way.
 
         So neither idle connections nor a client that asks too often keep a probe from its answer: an orchestrator would
         restart the daemon. Closing one costs little until its task has begun.
         """
+        for one in self._open:
+            if not (one.is_probe or one.is_read):
+                one.is_probe = _begins_as_probe(one.stream)  # it has arrived since
         counts = Counter(one.address for one in self._open)
-        closed = max(self._open, key=lambda one: (counts[one.address], not one.is_probe))  # the oldest of several
+        older = islice(self._open, len(self._open) - 1)
+        closed = max(older, key=lambda one: (counts[one.address], not one.is_probe))  # the oldest of several
         self._open.pop(closed).cancel()
         if not closed.has_begun:
             closed.stream.close()
@@ -212,7 +220,7 @@ class HttpServer:
         if words[0] != b"GET":
             return _sentence(HTTPStatus.METHOD_NOT_ALLOWED, "Only GET is served.")
         path = words[1].split(b"?", 1)[0].decode(errors="replace")
-        connection.is_probe = path in PROBES
+        connection.is_probe, connection.is_read = path in PROBES, True
         for host in _hosts_of(head):
             if not (self._is_served(host) or host in await self._find_own_names()):
                 text = "Use an IP address, localhost or this machine's name as the host, or add this one to http_hosts."

@@ -380,7 +380,7 @@ def test_a_subscriber_that_reads_nothing(memory: SharedMemory) -> None:
 
 def test_a_client_that_acknowledges_nothing(client: WireClient) -> None:
     """What it has not acknowledged is bounded: at some time its jobs are refused, until it acknowledges."""
-    count, size, at_once, code = 512, 4096, 2, ""  # more keys at once are too many for one message
+    count, size, at_once, code = 256, 4096, 2, ""  # more keys at once are too many for one message
     with SharedMemory(count * size, "misbehaving") as memory, WireClient(client.directory, "scheduler") as scheduler:
         scheduler.open_namespace()
         cache = client.register(memory, size)
