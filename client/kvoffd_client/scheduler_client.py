@@ -308,8 +308,9 @@ class SchedulerClient(Session):
         """Report the prefill rate in tokens per second, and counts since the last report. Return False if they could
         not be sent, as without a session.
 
-        ``late_lookups``: lookups that the engine gave up. ``unknown_hints``: hints that are not known or cannot be
-        read. ``problem``: why the engine stores and loads nothing. ``late_age_s``: mean time since the late lookups.
+        ``late_lookups``: lookups that the engine gave up. ``unknown_hints``: hints that are not known, cannot be read
+        or were not sent. ``problem``: why the engine stores and loads nothing. ``late_age_s``: mean time since the late
+        lookups.
 
         Raises ValueError for a value that ``ReportEngine`` does not have.
         """

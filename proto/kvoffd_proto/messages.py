@@ -499,7 +499,9 @@ class ReportEngine(Request[Done], frozen=True):
     problem: Annotated[
         str, doc("Why it stores and loads nothing; empty if it does.", max_length=MAX_PROBLEM_CHARACTERS)
     ] = ""
-    unknown_hints: Annotated[int, doc("Hints that it did not know or could not read.", ge=0, le=MAX_REPORTED)] = 0
+    unknown_hints: Annotated[
+        int, doc("Hints that it did not know, could not read or did not send.", ge=0, le=MAX_REPORTED)
+    ] = 0
     late_age_s: Annotated[float, doc("Mean seconds since it stopped waiting for these.", ge=0, le=MAX_TIME_S)] = 0.0
 
 

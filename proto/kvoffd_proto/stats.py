@@ -209,7 +209,7 @@ class Traffic(Part, frozen=True):
     retained_found_keys: Annotated[Count, counter("Keys found in blocks that a hint retained.")] = 0
     released_blocks: Annotated[Count, doc("Blocks that hints released.")] = 0
     prefetched_keys: Annotated[Count, doc("Keys that hints had promoted from disks and stores.")] = 0
-    unknown_hints: Annotated[Count, counter("Hints that engines did not know or could not read.")] = 0
+    unknown_hints: Annotated[Count, counter("Hints that engines did not know, could not read or did not send.")] = 0
 
     @property
     def all_prompt_tokens(self) -> int:

@@ -27,9 +27,18 @@ STEP_BYTES = 8 << 20
 """Of a copy, or one piece, for each time that the file of faults is read."""
 LOOK_S = 0.01
 """Between two looks of a copy that waits."""
-CLOSING_US = int(os.environ.get("DYING_CLOSING_US", 700_000))
+CLOSING_US = 700_000
+"""Time between a dying daemon's last socket and its copies, unless DYING_CLOSING_US is set."""
 COPYING_US = 100_000
 CLONE_NEWNS, MS_BIND, MS_REC, MS_PRIVATE = 1 << 17, 1 << 12, 1 << 14, 1 << 18
+
+
+def read_fault(file: Path) -> str:
+    """What the file says; empty while it is not there. It may go at any time."""
+    try:
+        return file.read_text()
+    except FileNotFoundError:
+        return ""
 
 
 def copies_with_faults(file: Path) -> None:
@@ -43,7 +52,7 @@ def copies_with_faults(file: Path) -> None:
     def copy(transfer: Transfer) -> None:
         plan, begin, number = transfer.plan(), 0, 0
         while begin < len(plan.size) and not transfer.stop.value:
-            words = file.read_text().split() if file.exists() else []
+            words = read_fault(file).split()
             if not words or words[0] != threading.current_thread().name.split("-")[1]:  # kvoffd-store-0
                 words = ["", ""]
             if words[1] == "fails":
@@ -80,7 +89,7 @@ def commits_with_faults(file: Path) -> None:
     commit = BlockStores.commit
 
     def commit_or_fail(*given: Any) -> int:
-        if file.exists() and file.read_text() == "commit fails":
+        if read_fault(file) == "commit fails":
             raise AssertionError("a deliberate bug")
         return commit(*given)
 
@@ -94,7 +103,7 @@ def disks_with_faults(file: Path) -> None:
     take_ended = Reads._take_ended
 
     def ended(reads: Reads) -> Sequence[int]:
-        words = file.read_text().split(maxsplit=2) if file.exists() else []
+        words = read_fault(file).split(maxsplit=2)
         hangs = words[:2] == ["disk", "hangs"] and str(reads._file.path).startswith(words[2])
         return () if hangs else take_ended(reads)
 
@@ -117,11 +126,12 @@ def die_slowly(library: str) -> None:
                     os.close(fd)
             except OSError:
                 pass  # that of the listing
-        libc.usleep(CLOSING_US)
+        libc.usleep(closing_us)
         driver.stub_release()  # what hung in the driver copies now
         libc.usleep(COPYING_US)
         os.kill(os.getpid(), signal.SIGKILL)
 
+    closing_us = int(os.environ.get("DYING_CLOSING_US", CLOSING_US))
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
     threading.Thread(target=wait, daemon=True).start()
 
