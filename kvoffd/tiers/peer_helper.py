@@ -125,10 +125,11 @@ class Agent(NamedTuple):
 
 
 class PeerTransfer:
-    """A read of a peer's memory. ``handle`` is None once it has ended."""
+    """A read of a peer's memory, by its agent of then. ``handle`` is None once it has ended."""
 
-    def __init__(self, peer: int, ident: int, slice_number: int, handle: Any, began: float) -> None:
-        self.peer, self.ident, self.slice_number, self.handle, self.began = peer, ident, slice_number, handle, began
+    def __init__(self, peer: int, agent: Agent, ident: int, slice_number: int, handle: Any, began: float) -> None:
+        self.peer, self.agent, self.ident = peer, agent, ident
+        self.slice_number, self.handle, self.began = slice_number, handle, began
         self.unawaited = False
         """Whether nobody waits for it any more."""
 
@@ -506,7 +507,8 @@ class Helper:
             self._drop_agent(number)
             self._to_daemon(FAILED, number, ident, f"NIXL refuses to read from it: {error}.".encode())
             return
-        self._transfers[ident] = transfer = PeerTransfer(number, ident, slice_number, handle, time.monotonic())
+        transfer = PeerTransfer(number, agent, ident, slice_number, handle, time.monotonic())
+        self._transfers[ident] = transfer
         self._report_if_ended(transfer, self._nixl.transfer)
 
     def _end_transfers(self, now: float) -> bool:
@@ -540,7 +542,7 @@ class Helper:
         if state == "DONE":
             self._to_daemon(DONE, transfer.peer, transfer.ident, bytes([transfer.slice_number]))
         else:
-            if transfer.peer in self._agents:
+            if self._agents.get(transfer.peer) is transfer.agent:  # else a later one reads from it by now
                 self._drop_agent(transfer.peer)
             self._to_daemon(FAILED, transfer.peer, transfer.ident, b"The connection to it was lost during a read.")
         return True

@@ -224,7 +224,8 @@ class RedisCluster(Store):
                 node.connect(self._least_s if address in self._down_until else CONNECT_S)
                 masters = masters_of(node.cluster_slots(time.monotonic() + CONNECT_S), address)
                 if not masters:
-                    raise StoreError(StoreFault.CLUSTER, f"{name_of(address)} knows no master with slots: {NO_SLOTS}")
+                    why = f"{name_of(address)} knows no master with slots: {NO_SLOTS}"
+                    raise StoreError(StoreFault.CLUSTER, why, is_lasting=True)
             except (StoreError, ValueError) as error:
                 node.close()
                 self._unhelpful[address] = time.monotonic()

@@ -172,7 +172,8 @@ class SharedTier(Tier):
             if len(firsts) > 1:
                 fingerprint, *_ = self._ask_shares.order(firsts)
                 at, question = firsts[fingerprint]
-                self._ask_shares.use(fingerprint, len(question.keys))
+                if self._clock() < question.deadline:  # else its keys are not asked for
+                    self._ask_shares.use(fingerprint, len(question.keys))
         del waiting[at]
         return [question]
 

@@ -221,7 +221,7 @@ class CopyQueue:
         self._waiting: dict[int, dict[Transfer, None]] = {}
         """Transfers whose copy has not begun, by session, each session's oldest first. None has an empty dict."""
         self._shares = FairShares[int]()
-        """Bytes that each session's copies began to move while others waited."""
+        """Bytes that each session's copies began to move while others waited, since the queue was last idle."""
         self._running: dict[Transfer, set[int]] = {}
         """Transfers whose copy has begun, with the ids of the threads that copy or read for checksums; none while it
         waits for a reader."""
@@ -245,6 +245,8 @@ class CopyQueue:
         """Queue a transfer; after ``stop`` it is CANCELLED at once. The server limits the number of jobs."""
         with self._wake:
             if not self._stopped:
+                if not (self._waiting or self._running):
+                    self._shares = FairShares()  # else what a session copied alone, long ago, would count
                 self._waiting.setdefault(transfer.session, {})[transfer] = None
                 self._work.add(queued=1)
                 self._wake.notify_all()

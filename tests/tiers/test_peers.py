@@ -875,6 +875,29 @@ def test_a_peer_that_is_connected_again_is_read_by_a_new_connection() -> None:
     assert helper._nixl.add_remote_agent.call_count == 2
 
 
+def test_a_read_that_fails_late_does_not_end_the_connection_that_came_after_its_own() -> None:
+    """Its end is reported, and its memory is free again, once."""
+    helper = object.__new__(peer_helper.Helper)
+    helper._nixl, helper._channel, helper._agents, helper._transfers = Mock(), Mock(), {}, {}
+    helper._free, helper._landing_at = [[1, 0]], 0
+    helper._nixl.add_remote_agent.return_value = b"agent"
+    helper._nixl.transfer.return_value = "PROC"
+    pieces = np.zeros(1, np.uint64), np.ones(1, np.uint64)
+    helper._set_agent(0, b"metadata", 1)
+    helper._begin(0, 7, *pieces)
+    helper._connected_again(0)
+    helper._set_agent(0, b"metadata", 1)
+    helper._begin(0, 8, *pieces)
+    helper._nixl.check_xfer_state.side_effect = ["ERR", "PROC"]
+    assert helper._end_transfers(time.monotonic())
+    assert helper._nixl.remove_remote_agent.call_count == 1
+    assert list(helper._agents) == [0]
+    assert list(helper._transfers) == [8]
+    helper._free_slice(7)
+    assert helper._free == [[0]]
+    assert helper._channel.send.call_count == 1
+
+
 def test_a_link_says_when_it_is_connected_again() -> None:
     keys, port = curve_keys(SECRET), free_port()
     with ExitStack() as stack:

@@ -14,7 +14,7 @@ from kvoffd.tiers import answers as module
 from kvoffd.tiers.answers import HIDDEN_S, NO_S, YES_S, Answer, Ask
 from kvoffd.tiers.asking_thread import AskingThread
 from kvoffd.tiers.fleet_clears import Raise
-from kvoffd.tiers.header import HEADER_BYTES, Block, encode_header, make_block_group
+from kvoffd.tiers.header import HEADER_BYTES, Block, BlockGroup, encode_header, make_block_group
 from kvoffd.tiers.shared import SharedTier as Tier
 from kvoffd.tiers.store import Credentials, open_store
 from kvoffd.tiers.tier import ABSENT, ASKED, PRESENT, Result
@@ -111,6 +111,22 @@ def test_namespaces_ask_in_turn(rig: Rig) -> None:
     rig.tier._asking.put(Raise(rig.tier.clears, b"1" * 32, 0, 0, 0.0))
     ask("2", 10)
     assert take_questions(rig) == "11.2"
+
+
+def test_asks_that_are_too_late_cost_their_namespace_no_turn(rig: Rig) -> None:
+    """They are not asked. With more of them than time, all that it asked would be too late."""
+    one, other = (make_block_group(name * 32, 0, 0, [5000]) for name in (b"1", b"2"))
+
+    def ask(group: BlockGroup, numbers: range) -> None:
+        for number in numbers:
+            rig.tier.find(group, [bytes([number, at]) * 16 for at in range(100)], prefix=True)
+
+    take_questions(rig)
+    ask(one, range(3))
+    rig.clock.now += 10.0
+    ask(one, range(3, 4))
+    ask(other, range(3))
+    assert take_questions(rig) == "1111222"
 
 
 def test_a_namespace_leaves_others_a_part_of_what_may_be_asked(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -206,6 +206,10 @@ def test_a_server_that_is_in_no_cluster_yet_is_reported(store: FaultyStore) -> N
     show_nodes([store], (store, ""))
     rig = node_of_cluster(store)
     rig.until(lambda: "redis-cli --cluster create" in rig.tier.health.problem)
+    cluster = redis_cluster.RedisCluster("127.0.0.1", store.port, Credentials(), Servers(), Masters(), tls=False)
+    with pytest.raises(StoreError) as raised:
+        cluster.connect()
+    assert raised.value.is_lasting, "a retry at once is useless"
 
 
 def test_silent_servers_are_not_all_asked_for_the_masters_by_one_call(

@@ -270,6 +270,8 @@ def test_sessions_share_a_queue_by_bytes(harness: Harness, direction: Direction)
 def test_what_a_session_copied_alone_is_not_held_against_it(harness: Harness) -> None:
     assert {harness.run(Job(session=1, nbytes=100 * MIB)) for _ in range(3)} == {CopyEnd.DONE}
     assert order_of(harness, Direction.STORE, [(1, MIB), *[(1, MIB)] * 2, *[(2, MIB)] * 3]) == "121212"
+    assert harness.run(Job(session=1, nbytes=100 * MIB)) is CopyEnd.DONE
+    assert order_of(harness, Direction.STORE, [(2, MIB), *[(1, MIB)] * 3, *[(2, MIB)] * 3]) == "2112122"
 
 
 def test_cancelled_jobs_of_a_session_keep_none_of_another_waiting(harness: Harness) -> None:
