@@ -47,7 +47,7 @@ class HintedOrder:
     | is retained, and would have been evicted    | the part of its retention   | its retention's   |
     | was set aside, and its retention has ended  | the same, one of ``_ended`` | that retention's  |
     | is released                                 | a part of ``_released``     | the part's        |
-    | is pinned, and was passed over              | a part of ``passed``       | the part's        |
+    | is pinned, and was passed over              | a part of ``passed``        | the part's        |
 
     Methods with a name of ``Policy``'s do the same.
 
