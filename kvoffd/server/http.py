@@ -167,11 +167,13 @@ class HttpServer:
     def _close_one(self) -> None:
         """Close a connection of the address that has the most: its oldest one without a probe's request, if it has one.
 
-        So neither idle connections nor a client that asks too often keep a probe from its answer: an orchestrator would
-        restart the daemon. Closing one costs little until its task has begun.
+        Never the newest: its request may be a probe's, and not have arrived yet. So neither idle connections nor a
+        client that asks too often keep a probe from its answer: an orchestrator would restart the daemon. Closing one
+        costs little until its task has begun.
         """
         counts = Counter(one.address for one in self._open)
-        closed = max(self._open, key=lambda one: (counts[one.address], not one.is_probe))  # the oldest of several
+        *others, _ = self._open
+        closed = max(others, key=lambda one: (counts[one.address], not one.is_probe))  # the oldest of several
         self._open.pop(closed).cancel()
         if not closed.has_begun:
             closed.stream.close()
@@ -237,7 +239,7 @@ class HttpServer:
 
             def find() -> None:
                 names = self._own_names
-                with suppress(OSError):
+                with suppress(OSError, UnicodeError):  # the second: the machine's name is none of the DNS
                     names = {socket.gethostname().lower(), socket.getfqdn().lower()}
                 asked.set_result(names)
 
