@@ -23,7 +23,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from http import HTTPStatus
 from ipaddress import ip_address
-from itertools import islice
 from pathlib import Path
 from typing import NamedTuple, Protocol, TypeVar
 
@@ -169,17 +168,17 @@ class HttpServer:
 
     def _close_one(self) -> None:
         """Close a connection of the address that has the most: its oldest one without a probe's request, if it has one.
-        The newest of all stays: its request may be on its way.
 
-        So neither idle connections nor a client that asks too often keep a probe from its answer: an orchestrator would
-        restart the daemon. Closing one costs little until its task has begun.
+        Never the newest: its request may be a probe's, and not have arrived yet. So neither idle connections nor a
+        client that asks too often keep a probe from its answer: an orchestrator would restart the daemon. Closing one
+        costs little until its task has begun.
         """
         for one in self._open:
             if not (one.is_probe or one.is_read):
                 one.is_probe = _begins_as_probe(one.stream)  # it has arrived since
         counts = Counter(one.address for one in self._open)
-        older = islice(self._open, len(self._open) - 1)
-        closed = max(older, key=lambda one: (counts[one.address], not one.is_probe))  # the oldest of several
+        *others, _ = self._open
+        closed = max(others, key=lambda one: (counts[one.address], not one.is_probe))  # the oldest of several
         self._open.pop(closed).cancel()
         if not closed.has_begun:
             closed.stream.close()
@@ -245,7 +244,7 @@ class HttpServer:
 
             def find() -> None:
                 names = self._own_names
-                with suppress(OSError):
+                with suppress(OSError, UnicodeError):  # the second: the machine's name is none of the DNS
                     names = {socket.gethostname().lower(), socket.getfqdn().lower()}
                 asked.set_result(names)
 

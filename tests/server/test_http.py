@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import select
 import socket
 import threading
 import time
@@ -41,20 +42,27 @@ class FailingDaemon:
 
 
 @contextmanager
-def serving(daemon: FailingDaemon, *, hangs: bool) -> Iterator[int]:
-    """The port of a server whose loop turns, or does not."""
+def listening(daemon: FailingDaemon, *, hangs: bool) -> Iterator[tuple[HttpServer, int]]:
+    """A server that is not started yet, and its port. The daemon's loop turns, or does not."""
     loop, port = asyncio.new_event_loop(), free_port()
     thread = threading.Thread(target=(lambda: None) if hangs else loop.run_forever)
     server = HttpServer(f"127.0.0.1:{port}", (), daemon, loop)
-    server.start()
     thread.start()
     try:
-        yield port
+        yield server, port
     finally:
         server.close()
         loop.call_soon_threadsafe(loop.stop)
         thread.join()
         loop.close()
+
+
+@contextmanager
+def serving(daemon: FailingDaemon, *, hangs: bool) -> Iterator[int]:
+    """The port of a server whose loop turns, or does not."""
+    with listening(daemon, hangs=hangs) as (server, port):
+        server.start()
+        yield port
 
 
 class WaitingDaemon(FailingDaemon):
@@ -101,6 +109,23 @@ def test_a_probe_is_answered_whatever_a_neighbour_asks_for(address: str, monkeyp
         assert received(others[-1]).startswith(b"HTTP/1.1 503 "), "it has no statistics"
 
 
+def test_a_probe_is_answered_whatever_else_begins_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was the only connection that did not look like a probe's yet, and was closed before its request arrived."""
+    monkeypatch.setattr(http, "REQUEST_S", 60.0)
+    daemon = FailingDaemon()
+    daemon.mended = True
+    with listening(daemon, hangs=False) as (server, port), ExitStack() as held:
+        others = [held.enter_context(socket.create_connection(("127.0.0.1", port), 60)) for _ in range(MAX_CONNECTIONS)]
+        for other in others:
+            other.sendall(b"GET /healthz HTTP/1.1\r\n")
+        probe = held.enter_context(socket.create_connection(("127.0.0.1", port), 60))
+        server.start()
+        closed, _, _ = select.select([*others, probe], [], [], 60)
+        assert closed == others[:1]
+        probe.sendall(b"GET /healthz HTTP/1.1\r\n\r\n")
+        assert received(probe).startswith(b"HTTP/1.1 200 ")
+
+
 def test_of_connections_that_come_at_once_those_of_probes_are_served_and_no_more_than_the_limit_begun(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -115,24 +140,15 @@ def test_of_connections_that_come_at_once_those_of_probes_are_served_and_no_more
 
     monkeypatch.setattr(HttpServer, "_serve", counted)
     monkeypatch.setattr(http, "ACCEPTED_AT_ONCE", 100)
-    daemon, loop, port = FailingDaemon(), asyncio.new_event_loop(), free_port()
+    daemon = FailingDaemon()
     daemon.mended = True
-    thread = threading.Thread(target=loop.run_forever)
-    server = HttpServer(f"127.0.0.1:{port}", (), daemon, loop)
-    thread.start()
-    try:
-        with ExitStack() as held:
-            probe = held.enter_context(ask(port, "/healthz", "127.0.0.1"))
-            for _ in range(99):
-                held.enter_context(ask(port, "/metrics", "127.0.0.1"))
-            server.start()
-            assert received(probe).startswith(b"HTTP/1.1 200 ")
+    with listening(daemon, hangs=False) as (server, port), ExitStack() as held:
+        probe = held.enter_context(ask(port, "/healthz", "127.0.0.1"))
+        for _ in range(99):
+            held.enter_context(ask(port, "/metrics", "127.0.0.1"))
+        server.start()
+        assert received(probe).startswith(b"HTTP/1.1 200 ")
         assert begun <= 2 * MAX_CONNECTIONS
-    finally:
-        server.close()
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join()
-        loop.close()
 
 
 def test_an_answer_is_made_once_for_all_also_if_who_asked_first_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,6 +206,21 @@ def test_a_question_about_this_machines_names_that_hangs_is_waited_for_for_a_whi
         assert questions == [1]
         ended.set()
         wait_until(lambda: ask("node.example") == b"HTTP/1.1 200 OK")
+
+
+def test_a_machine_whose_name_the_dns_cannot_have_is_asked_for_its_names_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its label is longer than 63 characters. Each request by another name waited for the first question."""
+    names = iter(["x" * 64])
+    monkeypatch.setattr(http, "NAMES_S", 60.0)
+    monkeypatch.setattr(socket, "gethostname", lambda: "node")
+    monkeypatch.setattr(socket, "getfqdn", lambda: next(names, "node.example").encode("idna").decode())
+    daemon = FailingDaemon()
+    daemon.mended = True
+    with serving(daemon, hangs=False) as port:
+        for answer in (b"HTTP/1.1 403 Forbidden", b"HTTP/1.1 200 OK"):
+            with socket.create_connection(("127.0.0.1", port), 30.0) as asking:
+                asking.sendall(b"GET /healthz HTTP/1.1\r\nHost: node.example\r\n\r\n")
+                assert asking.recv(4096).split(b"\r\n")[0] == answer
 
 
 @pytest.mark.parametrize("path", ["/metrics", "/stats.json", "/page.json", "/healthz", "/readyz"])
