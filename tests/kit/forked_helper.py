@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 from types import SimpleNamespace
@@ -37,6 +38,8 @@ class ForkedHelper:
                         os.close(fd)
             sys.argv = list(command[-2:])
             peer_helper.main()
+        except Exception:
+            traceback.print_exc()
         finally:
             os._exit(1)
 
