@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -109,9 +110,12 @@ def test_a_build_that_is_no_release_has_its_commit(
         assert hook._commit(tree, "0.2.0") == found
 
 
-def test_a_built_copy_prints_its_commit(tree: Path) -> None:
-    """A wheel of a sdist has that of the sdist. The library, which takes most of the time, is the one of this tree."""
-    (compiler := tree / "cc").write_text(f'#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done\ncp {ROOT / LIBRARY} "$2"\n')
+def test_a_built_copy_prints_its_commit(hook: ModuleType, tree: Path) -> None:
+    """A wheel of a sdist has that of the sdist, which has all that the compiler reads. The library, which takes most of
+    the time, is the one of this tree."""
+    reads = f'{shlex.join(hook._compiler())} -fsyntax-only "$@" || exit 1'
+    copies = f'while [ "$1" != -o ]; do shift || exit 1; done\ncp {ROOT / LIBRARY} "$2"'
+    (compiler := tree / "cc").write_text(f"#!/bin/sh\n{reads}\n{copies}\n")
     compiler.chmod(0o700)
     command = [sys.executable, "-m", "hatchling", "build", "--target"]
     commit = "0123456789ab"

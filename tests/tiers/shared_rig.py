@@ -102,7 +102,7 @@ class SharedRig:
                 return True
             with suppress(queue.Empty):
                 self._posted.get(timeout=LOOK_S)()
-            return False
+            return condition()  # before another tick, which may change it again
 
         wait_until(delivered, deadline_s, explain=lambda: (self.kinds, self.tier.counters), interval_s=0.0)
 

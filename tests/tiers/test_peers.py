@@ -569,6 +569,7 @@ def test_a_lease_that_is_too_short_gives_nothing(lender: Lender, reader: Reader)
     assert caught.value.kind == "timeout"
 
 
+@pytest.mark.timeout(600)
 def test_kills_of_either_helper_at_any_time_cost_no_byte_and_leave_nothing(
     nixl: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
