@@ -23,8 +23,8 @@ from kvoffd.tiers.tier import Result, Tier
 from tests.kit.waiting import wait_until
 
 ONE, OTHER = b"1" * 32, b"2" * 32
-LOOK_S = 0.005
-"""Longest pause between two looks: most that is waited for is posted."""
+LOOK_S, TOGETHER_S = 0.005, 0.001
+"""Longest pause between two looks, as most that is waited for is posted; and between calls that are posted together."""
 SLOT_BYTES = 1 << 20
 SLOTS = 24
 SHARDS: dict[tuple[int, ...], list[bytes]] = {}
@@ -96,15 +96,21 @@ class SharedRig:
     def until(self, condition: Callable[[], bool], deadline_s: float = 30.0) -> None:
         def delivered() -> bool:
             self.tier.tick()
-            while not self._posted.empty():
-                self._posted.get()()
+            self._deliver(0.0)
             if condition():
                 return True
-            with suppress(queue.Empty):
-                self._posted.get(timeout=LOOK_S)()
+            self._deliver(LOOK_S)
             return condition()  # before another tick, which may change it again
 
         wait_until(delivered, deadline_s, explain=lambda: (self.kinds, self.tier.counters), interval_s=0.0)
+
+    def _deliver(self, wait_s: float) -> None:
+        """Wait for a call that was posted; make it, and those that were posted by a moment later."""
+        with suppress(queue.Empty):
+            self._posted.get(timeout=wait_s)()
+            time.sleep(TOGETHER_S)
+            while True:
+                self._posted.get_nowait()()
 
     def reachable(self) -> SharedRig:
         self.until(lambda: self.tier.available())
