@@ -104,8 +104,8 @@ class _Connection:
     stream: socket.socket
     address: str
     """Address of its client, without the port."""
-    is_probe: bool
-    """Whether a probe's request has arrived, as far as is known."""
+    is_probe: bool = False
+    """Whether a probe's request has arrived, as far as was looked."""
     is_read: bool = False
     """Whether its request was read: then ``is_probe`` is certain."""
     has_begun: bool = False
@@ -161,7 +161,7 @@ class HttpServer:
                 loop.call_later(RETRY_S, self._listen_on, listener)
                 return
             stream.setblocking(False)
-            connection = _Connection(stream, peer[0], _begins_as_probe(stream))
+            connection = _Connection(stream, peer[0])
             self._open[connection] = loop.create_task(self._serve(connection))
             if len(self._open) > MAX_CONNECTIONS:
                 self._close_one()
@@ -175,7 +175,7 @@ class HttpServer:
         """
         for one in self._open:
             if not (one.is_probe or one.is_read):
-                one.is_probe = _begins_as_probe(one.stream)  # it has arrived since
+                one.is_probe = _begins_as_probe(one.stream)
         counts = Counter(one.address for one in self._open)
         *others, _ = self._open
         closed = max(others, key=lambda one: (counts[one.address], not one.is_probe))  # the oldest of several

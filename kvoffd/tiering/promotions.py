@@ -510,7 +510,7 @@ class Promotions:
         if (awaited := self.awaited.pop(lease, None)) is None:
             return  # as most: thousands may end in one turn of the loop
         unawaited: dict[FillQueue, None] = {}
-        heirs: dict[FillQueue, Lease] = {}
+        next_leases: dict[FillQueue, Lease] = {}
         """Queues that were to get space with others of this lease, and the last one that still waits for them."""
         chains: dict[Group, dict[bytes, None]] = {}
         """Keys that may have come up, each behind the key before it."""
@@ -524,14 +524,14 @@ class Promotions:
             elif not fill.leases:
                 unawaited[fill.queue] = None
             elif fill.queue.prompt.lease is lease and not fill.queue.is_reserved:
-                heirs[fill.queue] = next(reversed(fill.leases))
+                next_leases[fill.queue] = next(reversed(fill.leases))
         for queue in unawaited:
             for fill in [fill for fill in queue.fills if not fill.leases]:
                 self.settle(fill, IN_A_TIER)  # the engine reports why it is not loaded
-        for queue, heir in heirs.items():
-            its_prompts = (fill.queue.prompt for fill in self.awaited[heir])
-            prompt = next((prompt for prompt in its_prompts if prompt.lease is heir), None)
-            self._join(prompt or PromptQueues(heir), queue)
+        for queue, following in next_leases.items():
+            its_prompts = (fill.queue.prompt for fill in self.awaited[following])
+            prompt = next((prompt for prompt in its_prompts if prompt.lease is following), None)
+            self._join(prompt or PromptQueues(following), queue)
         for group, keys in chains.items():  # they came one by one, mostly the root first, which would be evicted first
             self._cache.stores.order_chain(group, b"".join(keys))
 

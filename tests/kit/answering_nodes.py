@@ -25,7 +25,6 @@ class AnsweringNodes:
 
     Attributes:
         asked: addresses of the ``Follow`` messages with a generation, in order.
-        most_connected: the most nodes that were connected at once.
     """
 
     def __init__(
@@ -33,7 +32,6 @@ class AnsweringNodes:
     ) -> None:
         self._secret, self._addresses, self._answer = secret, addresses, answer
         self.asked: list[str] = []
-        self.most_connected = 0
         self._stopped = threading.Event()
         self._started = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -49,24 +47,16 @@ class AnsweringNodes:
 
     def _run(self) -> None:
         with zmq.Context() as context:
-            poller, address_of, monitors = zmq.Poller(), dict[zmq.Socket[bytes], str](), list[zmq.Socket[bytes]]()
+            poller, address_of = zmq.Poller(), dict[zmq.Socket[bytes], str]()
             for address in self._addresses:
                 router = peer_socket(context, zmq.ROUTER, curve_keys(self._secret), is_server=True)
-                monitors.append(router.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED))
                 router.bind(f"tcp://{address}")
                 poller.register(router, zmq.POLLIN)
-                poller.register(monitors[-1], zmq.POLLIN)
                 address_of[router] = address
             self._started.set()
-            connected = 0
             while not self._stopped.is_set():
                 for one, _ in poller.poll(20):
-                    if one in address_of:
-                        self._reply(one, address_of[one])
-                        continue
-                    event = int.from_bytes(one.recv_multipart()[0][:2], "little")
-                    connected += 1 if event == zmq.EVENT_ACCEPTED else -1
-                    self.most_connected = max(self.most_connected, connected)
+                    self._reply(one, address_of[one])
             context.destroy(linger=0)
 
     def _reply(self, router: zmq.Socket[bytes], address: str) -> None:
