@@ -470,8 +470,7 @@ def test_a_peer_that_has_not_followed_is_asked_again_and_holds_no_question_up(
     one = rig.tier.clears.raise_generation(ONE, rig.tier.generations.next_of_all(ONE), 0)
     rig.until(lambda: bool(one.problem))
     assert not one.ended
-    # While it is asked again. Once it has followed, all answers of before are void.
-    rig.until(lambda: rig.ask_anew(block) == [Answer.YES])
+    assert rig.ask_anew(block) == [Answer.YES], "while it is asked again"
     rig.until(lambda: one.ended)
     assert ("times" in one.problem) is (follows_after is None)
     assert (rig.tier.health.refusal, rig.kinds, rig.tier.breaker.opened) == ("", {}, 0), "it refuses nothing"
