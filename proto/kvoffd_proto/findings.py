@@ -99,7 +99,8 @@ KINDS = {
     "engine_refused": Kind("error", "This engine computes all prompts.", "do as the problem says"),
     "halves_apart": Kind(
         "warning",
-        "Unless it sleeps, its other processes look for a daemon elsewhere, and it stores and loads nothing; see its log.",
+        "Unless it sleeps, its other processes look for a daemon elsewhere, and it stores and loads nothing. "
+        "Its log says more.",
         "one directory of the daemon for all processes of the engine: mount it for each",
     ),
     "workers_missing": Kind("warning", "Blocks become ready only with all ranks.", "kvoffd-cli clients --all"),

@@ -121,6 +121,8 @@ class History:
     def __init__(self) -> None:
         self._latest: deque[DaemonStats] = deque()
         """Samples of the last ``NOW_S``, after the latest one before."""
+        self._before: dict[str, NamespaceStats] = {}
+        """Namespaces of the first of these, by id."""
         self.rates: deque[tuple[float, float]] = deque(maxlen=MAX_SAMPLES)
         """Tokens loaded and bytes stored per second, between consecutive samples."""
 
@@ -246,6 +248,7 @@ class Screen:
             line(f"Missed  {_misses(stats)}"),
         ]
         free -= _height(console, [*head, *middle, *tail, *below]) + CHARTS
+        # ``middle`` without cuts, and with a table in the place of the line of misses.
         more: list[RenderableType] = [*_lines(problems, width)[1:], *middle[len(problems) : -1], *_miss_table(stats)]
         if (added := _height(console, more) - _height(console, middle)) <= free:
             middle, free = more, free - added
@@ -488,6 +491,7 @@ def _clients(engines: Sequence[Engine], width: int) -> list[RenderableType]:
 
 
 def _lines(lines: Iterable[Line], width: int) -> list[RenderableType]:
+    """Return an empty line, then these, wrapped to the width."""
     return [Text(), *(Text(text, style) for text, style in wrapped(lines, width))]
 
 

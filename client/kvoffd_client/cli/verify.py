@@ -63,7 +63,7 @@ def verify(
         Path | None, typer.Option("--prompts", metavar="FILE", help="Your prompts: a line of text or JSON each.")
     ] = None,
     cold: Annotated[
-        str, typer.Option("--cold", metavar="URL", help="Compute with this second engine of the namespace.")
+        str, typer.Option("--cold", metavar="URL", help="A second engine, to compute what the first one loads.")
     ] = "",
     push_out: Annotated[
         bool, typer.Option("--push-out", help="Empty vLLM's cache by computing as much as it holds.")
@@ -235,12 +235,20 @@ class Run:
         self.began = datetime.now(UTC)
         self.model, self.root = engine.model()
         self.id = f"kvoffd-verify-{uuid.uuid4().hex[:8]}"
+        """Beginning of the ids of all requests, by which the daemon's reports of them are found."""
         self.asked = 0
-        self.how = self.problem = ""
+        """Requests so far."""
+        self.how = ""
+        """How prompts are loaded, in words for the page."""
+        self.problem = ""
+        """Why the daemon of this node reports no requests of the engine; empty if it may."""
         self.daemon = self.release = "unknown"
+        """Versions of the daemon and of vLLM."""
         self.prompts = 0
+        """Number of prompts that were to be computed; ``cases`` has those that were."""
         self.cases: list[Case] = []
         self.reports: dict[str, LoggedPrompt] = {}
+        """The daemon's reports by the request's id."""
 
     def play(self, bodies: Sequence[Body], push_out: bool) -> None:
         try:
