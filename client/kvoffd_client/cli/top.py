@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import select
 import signal
 import sys
@@ -573,6 +574,10 @@ def _handle_key(screen: Screen, key: str) -> None:
         screen.paused = not screen.paused
 
 
+ESCAPE_SEQUENCE = re.compile(r"\x1b(\[[0-9;]*[@-~]|O.)")
+"""What a terminal sends for a key that is no character, such as Delete: some have digits, which are other keys here."""
+
+
 @contextmanager
 def keyboard(live: Live) -> Iterator[Callable[[float], str]]:
     """Yield a function that waits up to ``seconds`` for keys and returns them; ``q`` if the terminal is gone.
@@ -585,7 +590,9 @@ def keyboard(live: Live) -> Iterator[Callable[[float], str]]:
     def pressed(seconds: float) -> str:
         if not select.select([terminal] if before else [], [], [], seconds)[0]:
             return ""
-        return os.read(terminal, 64).decode("ascii", "ignore") or "q"
+        if not (typed := os.read(terminal, 64)):
+            return "q"
+        return ESCAPE_SEQUENCE.sub("", typed.decode(errors="ignore"))
 
     def begin() -> None:
         if before:
