@@ -91,8 +91,8 @@ class Pool:
         self.mapping = self._memory.mapping
         """All bytes of the pool, mapped until ``close``."""
         self.kept = ""
-        """Who keeps the memory when this process ends, as the end of a sentence: ``by systemd``, ``in /dev/shm/pool``.
-        Set by the caller; empty if nobody does."""
+        """Keeper of the memory when this process ends, as the end of a sentence: ``by systemd``, ``in /dev/shm/pool``;
+        empty for none. The caller sets it."""
         self._bytes = self._memory.buffer
         """Released by ``close``, so that a later ``digests`` raises and does not read unmapped memory."""
         with OnError(self.close):

@@ -575,7 +575,7 @@ def _handle_key(screen: Screen, key: str) -> None:
 
 
 ESCAPE_SEQUENCE = re.compile(r"\x1b(\[[0-9;]*[@-~]|O.)")
-"""What a terminal sends for a key that is no character, such as Delete: some have digits, which are other keys here."""
+"""Characters of a key such as Delete or F5; some of them are digits, which are other keys here."""
 
 
 @contextmanager

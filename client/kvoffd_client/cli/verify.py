@@ -239,9 +239,9 @@ class Run:
         self.asked = 0
         """Requests so far."""
         self.how = ""
-        """How prompts are loaded, in words for the page."""
+        """Words for the page that say how prompts are loaded."""
         self.problem = ""
-        """Why the daemon of this node reports no requests of the engine; empty if it may."""
+        """Sentence that says why the daemon of this node reports no request of the engine; empty if it may."""
         self.daemon = self.release = "unknown"
         """Versions of the daemon and of vLLM."""
         self.prompts = 0
