@@ -130,8 +130,10 @@ class Transfer:
         self.ending = self.ending or end
         self.stop.value = 1
 
-    def read_slots(self, checksums: SlotChecksums) -> None:
+    def read_slots(self) -> None:
         """Compute all missing checksums, unless the transfer must end. A load with a mismatch ends as CORRUPT."""
+        if (checksums := self.checksums) is None:
+            return
         for part in checksums.unread_parts():
             if not self.stop.value:
                 checksums.read(part)
@@ -187,7 +189,7 @@ def new_work() -> WorkOfBoth:
 
 
 class CopyQueue:
-    """The transfers of one direction, and a thread for each function of ``copies``. Those of a session begin in order.
+    """The transfers of one direction, and a thread for each of ``copy_functions``. Those of a session begin in order.
 
     Such a function copies until all is copied or ``transfer.stop`` is set, and touches no memory afterwards. If it
     raises, the transfer fails. It may fill in a store's checksums. ``readers`` more threads compute those that it left
@@ -211,7 +213,7 @@ class CopyQueue:
         name: str,
         clock: Callable[[], float],
         work: CopyWork,
-        copies: Sequence[Callable[[Transfer], None]],
+        copy_functions: Sequence[Callable[[Transfer], None]],
         readers: int = 0,
         on_start: Callable[[], None] = lambda: None,
     ) -> None:
@@ -234,7 +236,7 @@ class CopyQueue:
         self._stopped = False
         self._max_unread = MAX_UNREAD_STORES if readers else 0
         threads: list[tuple[str, Callable[[], None]]]
-        threads = [(f"{name}-{number}", partial(self._copy_all, copy)) for number, copy in enumerate(copies)]
+        threads = [(f"{name}-{number}", partial(self._copy_all, copy)) for number, copy in enumerate(copy_functions)]
         threads += [(f"{name}-sums-{number}", self._read_all) for number in range(readers)]
         self._threads = AbandonableThreads(threads, self.stop)
 
@@ -346,7 +348,7 @@ class CopyQueue:
             if transfer.direction is Direction.STORE and checksums is not None and 0 in checksums.sums:
                 if self._leave_to_readers(transfer, checksums):
                     continue  # they end it
-                self._compute(transfer, partial(transfer.read_slots, checksums))
+                self._compute(transfer, transfer.read_slots)
             self._end_running(transfer)
 
     def _copy(self, transfer: Transfer, copy: Callable[[Transfer], None]) -> None:
@@ -355,7 +357,7 @@ class CopyQueue:
         if transfer.began_at >= transfer.deadline:
             transfer.must_end(CopyEnd.DEADLINE)
         if transfer.direction is Direction.LOAD and transfer.checksums is not None:
-            self._compute(transfer, partial(transfer.read_slots, transfer.checksums))
+            self._compute(transfer, transfer.read_slots)
         if transfer.ending is None:
             try:
                 copy(transfer)

@@ -55,6 +55,8 @@ MAX_PROMPTS = 200
 OWN_LINES = (400, 150, 45)
 """Lengths of the own prompts; a line is some ten tokens."""
 STATUS = {"PASS": 0, "FAIL": 1, "NOT JUDGED": 3}
+WORST_FIRST = "fault", "unclear", "tie", "same"
+"""Judgements of one answer."""
 
 
 def verify(
@@ -194,34 +196,37 @@ class Case:
     """Loaded tokens by the request's id; requests that loaded none are absent."""
 
     def judge(self, nats: float) -> tuple[str, str]:
-        """Return ``same``, ``tie``, ``fault`` or ``unclear``, and how the answers compare.
+        """Return ``same``, ``tie``, ``fault`` or ``unclear``, and how the answers compare: the worst of the loads."""
+        if not self.computed.has_numbers:
+            return "unclear", "the computed answer has log probabilities that are not numbers"
+        if not self.loaded:
+            return "unclear", "nothing was loaded"
+        judged = [self._judge_load(self.loads[request], nats) for request in self.loaded]
+        return min(judged, key=lambda one: WORST_FIRST.index(one[0]))
+
+    def _judge_load(self, answer: Answer, nats: float) -> tuple[str, str]:
+        """Judge one loaded answer.
 
         A fault is what neither rounding explains, nor vLLM's own cache, whose answer may differ from the computed one.
         """
-        verdict, words = ("same", "") if self.loaded else ("unclear", "nothing was loaded")
-        if not self.computed.has_numbers:
-            return "unclear", "the computed answer has log probabilities that are not numbers"
-        for request in self.loaded:
-            found = difference(self.computed, answer := self.loads[request])
-            if found.within(nats) and found.at is None:
-                words = words or f"same {len(answer.tokens)} tokens within {found.farthest:.5f} nats"
-            elif found.within(nats):
-                verdict, words = "tie", f"tie at token {found.at}: {found.gap:.3f} nats apart"
-            elif difference(self.own, answer).within(nats):
-                verdict, words = "tie", "as from vLLM's own cache, which differs from computing"
-            elif not difference(self.computed, self.own).within(nats):
-                return "unclear", "vLLM's own cache differs from computing, too"
-            elif not answer.has_numbers:
-                return "fault", "FAULT: log probabilities that are not numbers"
-            elif found.at is None or found.farthest > nats:
-                return "fault", f"FAULT: {found.farthest:.3f} nats apart"
-            elif found.at == min(map(len, (answer.tokens, self.computed.tokens))):
-                return "fault", f"FAULT: {len(answer.tokens)} tokens, not {len(self.computed.tokens)}"
-            elif found.gap == inf:
-                return "fault", f"FAULT: token {found.at} is another, and not among the {LIKELIEST} likeliest"
-            else:
-                return "fault", f"FAULT: another token {found.at}, {found.gap:.3f} nats less likely"
-        return verdict, words
+        found = difference(self.computed, answer)
+        if found.within(nats) and found.at is None:
+            return "same", f"same {len(answer.tokens)} tokens within {found.farthest:.5f} nats"
+        if found.within(nats):
+            return "tie", f"tie at token {found.at}: {found.gap:.3f} nats apart"
+        if difference(self.own, answer).within(nats):
+            return "tie", "as from vLLM's own cache, which differs from computing"
+        if not difference(self.computed, self.own).within(nats):
+            return "unclear", "vLLM's own cache differs from computing, too"
+        if not answer.has_numbers:
+            return "fault", "FAULT: log probabilities that are not numbers"
+        if found.at is None or found.farthest > nats:
+            return "fault", f"FAULT: {found.farthest:.3f} nats apart"
+        if found.at == min(map(len, (answer.tokens, self.computed.tokens))):
+            return "fault", f"FAULT: {len(answer.tokens)} tokens, not {len(self.computed.tokens)}"
+        if found.gap == inf:
+            return "fault", f"FAULT: token {found.at} is another, and not among the {LIKELIEST} likeliest"
+        return "fault", f"FAULT: another token {found.at}, {found.gap:.3f} nats less likely"
 
 
 # --- asking ----------------------------------------------------------------------------------------
