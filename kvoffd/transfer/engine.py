@@ -104,7 +104,8 @@ class Transfer:
         nbytes: bytes that the plan copies.
         ending: how it will end, once ``must_end`` has decided that; else None, and it ends as DONE.
         stop: not 0 if the copy must return; C polls it.
-        began_at, ended_at: start and end of the copy on the engine's clock, without its time in the queue; 0.0 before.
+        began_at: start of the copy on the engine's clock; 0.0 before.
+        copy_s: duration of the copy in seconds, without its time in the queue; 0.0 until it has ended.
     """
 
     direction: Direction
@@ -118,12 +119,7 @@ class Transfer:
     ending: CopyEnd | None = None
     stop: ctypes.c_uint32 = field(default_factory=ctypes.c_uint32)
     began_at: float = 0.0
-    ended_at: float = 0.0
-
-    @property
-    def copy_s(self) -> float:
-        """Duration of the copy in seconds; 0.0 until it has ended."""
-        return self.ended_at - self.began_at if self.began_at and self.ended_at else 0.0
+    copy_s: float = 0.0
 
     def must_end(self, end: CopyEnd) -> None:
         """Make the copy return soon, and end like this, or like an earlier call said. For any thread."""
@@ -415,7 +411,7 @@ class CopyQueue:
             del self._running[transfer]
             self._overdue.pop(transfer, None)
             self._work.add(running=-1)
-        transfer.ended_at = self._clock()
+        transfer.copy_s = self._clock() - transfer.began_at
         self._end(transfer, transfer.ending or CopyEnd.DONE)
 
     @staticmethod
