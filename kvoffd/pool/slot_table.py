@@ -192,7 +192,7 @@ class SlotTable:
         The half's number is written last, so a process killed before leaves the other half valid. Returns False, and
         changes nothing, if the snapshot does not fit.
 
-        ``parts``: what the encoded snapshot ends with, in this order. Those that the last snapshot had are not compressed
+        ``parts``: what the encoded snapshot ends with, in order. Those that the last snapshot had are not compressed
         again: 64 namespaces would take 6 ms.
         """
         half_bytes = self._half_bytes
