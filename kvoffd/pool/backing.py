@@ -102,9 +102,9 @@ class MemfdBacking:
 
     def limit(self, pool_bytes: int) -> MemoryLimit:
         """Return the memory available for a pool and its table, including what they hold already."""
-        held_bytes = self._held_bytes(reserved=True)
-        is_reserved = held_bytes >= pool_bytes  # an earlier daemon's, which is reused whatever the setting is now
-        if is_reserved or (self._takes_reserved and fits_reserved(pool_bytes, held_bytes)):
+        reserved_bytes = self._held_bytes(reserved=True)
+        is_reserved = reserved_bytes >= pool_bytes  # an earlier daemon's, which is reused whatever the setting is now
+        if is_reserved or (self._takes_reserved and fits_reserved(pool_bytes, reserved_bytes)):
             return _RESERVED_LIMIT
         limit = memory_limit()
         return MemoryLimit(limit.bytes + self._held_bytes(reserved=False), limit.source)

@@ -415,17 +415,9 @@ class Run:
             verdict = verdict if verdict == "FAIL" else "NOT JUDGED"
         name = "unknown"
         if logged:
-            infos: dict[bytes, NamespaceInfo] = {}
-            with suppress(KvoffdClientError):  # the daemon has ended since: the verdict stands
-                infos = {one.namespace: one for one in self.admin.namespaces().namespaces}
-            own = infos.get(logged.namespace)
-            name = namespace_name(own.label if own else "", logged.namespace)
+            name, others = self._namespaces_of(logged)
             if verdict == "NOT JUDGED":
-                sentence += f" The last request: {request_sentence(logged)}"
-                others = {one.namespace for one in self.reports.values()} - {logged.namespace}
-                for other in others & infos.keys():
-                    differ = how_they_differ(own.description if own else "", infos[other].description)
-                    sentence += f" {self.cold.url if self.cold else 'It'} has another namespace: {differ}."
+                sentence += f" The last request: {request_sentence(logged)}{others}"
         by = "engine's reports" if logged else f"engine's usage ({self.problem.rstrip('.')})"
         return {
             "engine": f"{self.engine.url} at {self.began:%Y-%m-%d %H:%M:%S} UTC",
@@ -450,6 +442,18 @@ class Run:
             "verdict": verdict,
             "sentence": sentence,
         }
+
+    def _namespaces_of(self, logged: LoggedPrompt) -> tuple[str, str]:
+        """Return the name of a request's namespace, and sentences on how those of other requests differ from it."""
+        infos: dict[bytes, NamespaceInfo] = {}
+        with suppress(KvoffdClientError):  # the daemon has ended since: the verdict stands
+            infos = {one.namespace: one for one in self.admin.namespaces().namespaces}
+        own, sentences = infos.get(logged.namespace), ""
+        others = {one.namespace for one in self.reports.values()} - {logged.namespace}
+        for other in others & infos.keys():
+            differ = how_they_differ(own.description if own else "", infos[other].description)
+            sentences += f" {self.cold.url if self.cold else 'It'} has another namespace: {differ}."
+        return namespace_name(own.label if own else "", logged.namespace), sentences
 
     def _verdict(self, words: Sequence[str], *, counted: bool) -> tuple[str, str]:
         count, faults, unclear = len(words), words.count("fault"), words.count("unclear")

@@ -136,7 +136,7 @@ class GpuCopier:
         for at in range(copying.refusals):
             self._work.add(refused=1)
             error = driver.error(_CALLS[copying.refused[at]], copying.refused_status[at])
-            _log.warning("%s: such combined copies are not used from now on: %s", self._name, error.message)
+            _log.warning("%s: pieces are copied together in this way no more: %s", self._name, error.message)
         if copying.failed:
             raise driver.error(_CALLS[copying.failed], copying.status)
 

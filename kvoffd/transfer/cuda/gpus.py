@@ -80,7 +80,7 @@ def find_device(devices: list[Device], uuid: bytes) -> Device:
     )
 
 
-def _refusal_of(error: Exception) -> KvoffdError:
+def _mapping_refusal(error: Exception) -> KvoffdError:
     """Return the error for the client whose memory could not be mapped."""
     return KvoffdError(error.message, ErrorCode.COPY_FAILED) if isinstance(error, CudaError) else refusal_of(error)
 
@@ -119,7 +119,7 @@ class Gpu:
             try:
                 result = self._map(exports)
             except Exception as error:
-                result = _refusal_of(error)
+                result = _mapping_refusal(error)
             on_mapped(result)
 
         _submit(self._control, str(self.device), map_and_answer)
@@ -285,7 +285,7 @@ class Gpus:
             try:
                 self._find_gpu(pool, uuid).map(exports, on_mapped)
             except Exception as error:
-                refusal = _refusal_of(error)
+                refusal = _mapping_refusal(error)
                 if refusal.message != self._logged_refusal:
                     _log.warning("Engines on a GPU cannot register: %s", refusal.message)
                 self._logged_refusal = refusal.message
