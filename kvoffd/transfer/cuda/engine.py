@@ -136,7 +136,7 @@ class GpuCopier:
         for at in range(copying.refusals):
             self._work.add(refused=1)
             error = driver.error(_CALLS[copying.refused[at]], copying.refused_status[at])
-            _log.warning("%s: pieces are copied together in this way no more: %s", self._name, error.message)
+            _log.warning("%s: a combined copy was refused, its kind is not used again: %s", self._name, error.message)
         if copying.failed:
             raise driver.error(_CALLS[copying.failed], copying.status)
 
@@ -172,7 +172,7 @@ class GpuEngine(CopyEngine):
     ) -> None:
         copiers: dict[Direction, GpuCopier] = {}
         queues: dict[Direction, CopyQueue] = {}
-        with ExitStack() as undo:
+        with ExitStack() as undo:  # which stops both queues before it destroys a stream
             for one in Direction:
                 copier = copiers[one] = GpuCopier(driver, one, pinned, name, work[one])
                 undo.callback(copier.close)
