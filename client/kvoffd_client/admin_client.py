@@ -51,8 +51,8 @@ ReplyT = TypeVar("ReplyT", bound=m.AnyReply)
 
 
 def matching_namespaces(namespaces: Iterable[a.NamespaceInfo], name: str) -> list[a.NamespaceInfo]:
-    """Return those whose label is ``name`` or whose fingerprint begins with it."""
-    is_prefix, is_label = len(name) >= MIN_PREFIX_DIGITS, not WHOLE_FINGERPRINT.fullmatch(name)
+    """Return those whose label is ``name`` or whose fingerprint begins with it; none for an empty name."""
+    is_prefix, is_label = len(name) >= MIN_PREFIX_DIGITS, bool(name) and not WHOLE_FINGERPRINT.fullmatch(name)
     return [
         one
         for one in namespaces
