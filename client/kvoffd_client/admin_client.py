@@ -103,7 +103,7 @@ def open_url(
         body = b""
         with error, suppress(OSError, HTTPException):  # the status says enough
             body = error.read(MAX_ERROR_BYTES)
-        raise HttpError(f"answers {error.code} {error.reason}: {error_in(body)}", error.code) from None
+        raise HttpError(f"answers {error.code} {printable(str(error.reason))}: {error_in(body)}", error.code) from None
     except (OSError, HTTPException) as error:
         reason = getattr(error, "reason", error)
         if isinstance(reason, TimeoutError):
