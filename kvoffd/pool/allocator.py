@@ -148,7 +148,7 @@ class SlotAllocator(Structure):
 
     @property
     def used_slots(self) -> int:
-        """Number of allocated slots. Of all slots only regions are looked at."""
+        """Number of allocated slots, by what each region has: no slot is looked at."""
         used = np.flatnonzero(self.slot_bytes)
         begin = used * self.region_bytes
         fitting = (np.minimum(begin + self.region_bytes, self.pool_bytes) - begin) // self.slot_bytes[used]

@@ -121,7 +121,7 @@ def read_prompts(path: Path) -> list[Body]:
     """Return the prompts of a file; see ``body_of``. Raises CliError."""
     found: list[Body] = []
     try:
-        lines = path.read_text().split("\n")
+        lines = path.read_text("utf-8").split("\n")
     except UnicodeDecodeError:
         raise CliError(f"{path} is not UTF-8 text.") from None
     for number, line in enumerate(lines, 1):
