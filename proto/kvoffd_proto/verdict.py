@@ -103,7 +103,7 @@ def _in_own_caches(traffic: Window) -> tuple[int, int, str]:
 
 def needed_tokens(traffic: Window) -> int:
     """Return the tokens of prompts that engines neither had nor got elsewhere, as they report them; if they report no
-    prompts, ``lacked_tokens``."""
+    prompts, ``lacked_tokens``, which are at least those that were loaded."""
     if total := traffic.all_prompt_tokens:
         return total - traffic.prompt_tokens.get("engine", 0) - traffic.prompt_tokens.get("other", 0)
     return max(lacked_tokens(traffic), traffic.loaded_tokens)
