@@ -101,7 +101,7 @@ def _check_machine(config: Config) -> None:
     """
     import socket
 
-    from kvoffd.system.limits import check_fits, fits_reserved, memory_limit
+    from kvoffd.system.limits import check_fits, memory_limit
     from kvoffd.system.listening import listen
     from kvoffd_proto.paths import SocketPaths
 
@@ -115,9 +115,28 @@ def _check_machine(config: Config) -> None:
     if config.http_address:
         for listener in listen(*parse_address(config.http_address)):
             listener.close()
-    in_reserved = config.reserved_pages == "auto" and not config.pool_file and fits_reserved(config.pool_bytes)
-    if not (in_reserved or os.path.exists(config.pool_file)):
+    if _takes_available_memory(config):
         check_fits(config.pool_bytes, memory_limit())
+
+
+def _takes_available_memory(config: Config) -> bool:
+    """Return whether a start would make a pool, and not of reserved huge pages, which no other limit counts."""
+    if not config.pool_file:
+        from kvoffd.system.limits import fits_reserved
+
+        return not (config.reserved_pages == "auto" and fits_reserved(config.pool_bytes))
+    if os.path.exists(config.pool_file):
+        return False
+    from kvoffd.system.mappings import HUGETLBFS_MAGIC, filesystem_magic
+
+    try:
+        directory_fd = os.open(os.path.dirname(config.pool_file), os.O_PATH | os.O_CLOEXEC)
+    except OSError:
+        return True
+    try:
+        return filesystem_magic(directory_fd) != HUGETLBFS_MAGIC
+    finally:
+        os.close(directory_fd)
 
 
 def open_standard_streams() -> None:

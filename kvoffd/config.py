@@ -78,20 +78,25 @@ class SettingKind(NamedTuple):
 # --- how values are read --------------------------------------------------------------------------
 
 
-def _at_least(kind: SettingKind, little: str, minimum: float) -> SettingKind:
-    def parse(value: object) -> Any:
-        if (found := kind.parse(value)) < minimum:
-            digits, meant = str(value).strip(), ""
-            if little == "small" and digits.isdecimal() and found > 0:
-                meant = f". A number without a unit is bytes: write {digits}GiB"
-            raise ValueError(f"{quoted(value)} is too {little}; at least {kind.show(minimum)} is needed{meant}")
+def size(minimum: int) -> SettingKind:
+    def parse(value: Any) -> int:
+        if (found := parse_size(value)) >= minimum:
+            return found
+        digits, hint = str(value).strip(), ""
+        if digits.isdecimal() and found > 0:
+            hint = f". A number without a unit is bytes: write {digits}GiB"
+        raise ValueError(f"{quoted(value)} is too small; at least {exact_size(minimum)} is needed{hint}")
+
+    return SettingKind(parse, "SIZE", exact_size)
+
+
+def duration(minimum: float) -> SettingKind:
+    def parse(value: Any) -> float:
+        if (found := parse_duration(value)) < minimum:
+            raise ValueError(f"{quoted(value)} is too short; at least {exact_duration(minimum)} is needed")
         return found
 
-    return kind._replace(parse=parse)
-
-
-size = partial(_at_least, SettingKind(parse_size, "SIZE", exact_size), "small")
-duration = partial(_at_least, SettingKind(parse_duration, "DURATION", exact_duration), "short")
+    return SettingKind(parse, "DURATION", exact_duration)
 
 
 def number(minimum: int, maximum: int) -> SettingKind:
@@ -130,7 +135,7 @@ def _per_day(value: object) -> int | None:
     if isinstance(value, str) and value.strip().lower() == AUTO:
         return None
     try:
-        return int(size(0).parse(value))
+        return parse_size(value)  # type: ignore[arg-type]
     except ValueError as error:
         raise ValueError(f"{error}; or auto, or 0 for no limit") from None
 
@@ -273,12 +278,19 @@ def parse_peer(text: str) -> Peer:
 
     Raises ValueError with half a sentence.
     """
-    if text.startswith(DNS):
-        return Peer(text, *parse_address(text.removeprefix(DNS)), has_many=True)
-    network, _, port = text.rpartition(":")
-    if "/" not in network:
+    try:
+        if text.startswith(DNS):
+            return Peer(text, *parse_address(text.removeprefix(DNS)), has_many=True)
+        network, _, port = text.rpartition(":")
+        if "/" in network:
+            _, number = parse_address(f"localhost:{port}")  # any host: only the port is read
+            return Peer(text, ipaddress.ip_network(network.strip("[]")), number)
         return Peer(text, *parse_address(text))
-    return Peer(text, ipaddress.ip_network(network.strip("[]")), parse_address(f"localhost:{port}")[1])
+    except ValueError:
+        raise ValueError(
+            f"{quoted(text)} is not a peer; write node-b:7400, a network by its first address as 10.0.0.0/16:7400, or "
+            "dns+NAME:7400"
+        ) from None
 
 
 def peer_addresses(peers: Collection[str]) -> list[str]:
@@ -533,7 +545,7 @@ class Config:
 
 
 _ENDINGS = {"_bytes_per_day": "_per_day", "_bytes": "_size", "_s": "", "": ""}
-"""Endings of fields' names, and what replaces them in the setting's name."""
+"""Endings of fields' names, and what replaces them in the setting's name. The first that fits counts."""
 
 
 class Setting:
@@ -542,7 +554,7 @@ class Setting:
     def __init__(self, field_name: str, kind: SettingKind, description: str) -> None:
         self.field_name, self.description = field_name, description
         self.parse, self.metavar, self.show, self.repeated = kind
-        ending = next(filter(field_name.endswith, _ENDINGS), "")
+        ending = next(filter(field_name.endswith, _ENDINGS))
         self.name = field_name.removesuffix(ending) + _ENDINGS[ending]
         self.flag = f"--{self.name.replace('_', '-')}"
         self.variable = f"{VARIABLE_PREFIX}{self.name.upper()}"

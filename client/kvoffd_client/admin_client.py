@@ -51,8 +51,8 @@ ReplyT = TypeVar("ReplyT", bound=m.AnyReply)
 
 
 def matching_namespaces(namespaces: Iterable[a.NamespaceInfo], name: str) -> list[a.NamespaceInfo]:
-    """Return those whose label is ``name`` or whose fingerprint begins with it."""
-    is_prefix, is_label = len(name) >= MIN_PREFIX_DIGITS, not WHOLE_FINGERPRINT.fullmatch(name)
+    """Return those whose label is ``name`` or whose fingerprint begins with it; none for an empty name."""
+    is_prefix, is_label = len(name) >= MIN_PREFIX_DIGITS, bool(name) and not WHOLE_FINGERPRINT.fullmatch(name)
     return [
         one
         for one in namespaces
@@ -103,7 +103,7 @@ def open_url(
         body = b""
         with error, suppress(OSError, HTTPException):  # the status says enough
             body = error.read(MAX_ERROR_BYTES)
-        raise HttpError(f"answers {error.code} {error.reason}: {error_in(body)}", error.code) from None
+        raise HttpError(f"answers {error.code} {printable(str(error.reason))}: {error_in(body)}", error.code) from None
     except (OSError, HTTPException) as error:
         reason = getattr(error, "reason", error)
         if isinstance(reason, TimeoutError):

@@ -91,7 +91,7 @@ class BlockClient(Closing):
                 f"A fingerprint has {FINGERPRINT_BYTES} bytes, not {len(namespace)}; give its first digits as text."
             )
         self._closing: list[Closing] = []
-        self._shard_bytes: list[list[Bytes]] = []
+        self._shard_memory: list[list[Bytes]] = []
         """Memory of a shard by rank and group."""
         self._timeout_s = timeout_s
         self._job_ids = itertools.count(1)
@@ -165,7 +165,7 @@ class BlockClient(Closing):
             for nbytes in shard.page_bytes:
                 tensors.append(TensorLayout(0, start, nbytes, shard.blocks_per_key))
                 start += shard.blocks_per_key * nbytes
-        self._shard_bytes.append(parts)
+        self._shard_memory.append(parts)
         return Registration(rank, shards[0].blocks_per_key, (memory,), tuple(tensors), tuple(groups))
 
     def get(
@@ -222,7 +222,7 @@ class BlockClient(Closing):
             with self._leased([key], group):  # brings it up from a tier, to compare it
                 if self._is_there(key, self._find(key, group), sums):
                     return False
-            for parts, data in zip(self._shard_bytes, shards, strict=True):
+            for parts, data in zip(self._shard_memory, shards, strict=True):
                 parts[group][:] = data
             try:
                 results = self._copy(key, group, range(self.namespace.world_size))
@@ -275,7 +275,7 @@ class BlockClient(Closing):
 
     def close(self) -> None:
         """End the sessions and free the memory. Repeatable."""
-        self._shard_bytes.clear()
+        self._shard_memory.clear()
         while self._closing:
             self._closing.pop().close()
 
@@ -385,7 +385,7 @@ class BlockClient(Closing):
                     raise KeyError(f"The block {key.hex()} of group {group} is not ready: {why}")
                 (result,) = self._copy(key, group, [rank], leased.lease_id)
             if result.error is None:
-                data = self._shard_bytes[rank][group].copy()
+                data = self._shard_memory[rank][group].copy()
                 if found.checksums[rank * CHECKSUM_BYTES :][:CHECKSUM_BYTES] == _checksum(data):
                     return data
                 why = f"The block {key.hex()} does not match its checksum; recompute it."

@@ -59,7 +59,7 @@ def _lock_holder(directory: str) -> int | None:
     return None
 
 
-def _starting(directory: str) -> str:
+def _start_progress(directory: str) -> str:
     """Return how far a daemon's start is; empty if it does not start."""
     paths = SocketPaths(Path(directory))
     try:
@@ -83,7 +83,7 @@ def why_unreachable(error: OSError, directory: str, hint: str = SET_DIRECTORY) -
     if isinstance(error, FileNotFoundError):
         if pid := _lock_holder(directory):
             which = f"The kvoffd daemon (pid {pid}) in {shown}"
-            if text := _starting(directory):
+            if text := _start_progress(directory):
                 return f"{which} is {text}."
             return f"{which} has no sockets there: they were removed, or it is stopping. If it is not, restart it."
         return f"There is no kvoffd daemon in {shown}; start one, or {hint}."

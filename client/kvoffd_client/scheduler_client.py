@@ -380,7 +380,7 @@ class SchedulerClient(Session):
             self._send_or_keep()
 
     def _send_or_keep(self) -> None:
-        """Send the releases and invalidations that wait; try those that cannot be sent now again later."""
+        """Send the releases and invalidations that wait; if some are left, have ``_role_tick`` try again."""
         self._send_waiting()
         if self._to_release or self._to_invalidate:
             self._role_due = min(self._role_due, self._transport.now() + REPORT_PAUSE_S)

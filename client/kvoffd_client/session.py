@@ -56,7 +56,7 @@ ENDED_SESSION = (ErrorCode.BAD_TOKEN, ErrorCode.NO_HELLO)
 ReplyOrError = m.AnyReply | KvoffdClientError
 """A reply, or the reason why there is none. An Error becomes RequestRefused."""
 OnReply = Callable[[ReplyOrError, float], None]
-"""Callback, called once with the answer and its time."""
+"""Callback of one request, called once with the answer and its time."""
 
 
 class Closing:
@@ -350,12 +350,12 @@ class Session(Closing):
         self,
         message: m.AnyRequest,
         now: float = 0.0,
-        on_reply: OnReply | None = None,
+        callback: OnReply | None = None,
         timeout_s: float | None = None,
     ) -> KvoffdClientError | None:
         """Send a message; return the error if it cannot be sent.
 
-        ``on_reply`` is called once, perhaps before this returns, with the reply or the reason why there is none.
+        ``callback`` is called once, perhaps before this returns, with the reply or the reason why there is none.
         """
         frame, limits, owed_since = encode(message), self._limits, self._owed_since
         refused: KvoffdClientError | None = None
@@ -363,17 +363,17 @@ class Session(Closing):
             sentence = f"The request has {len(frame)} bytes; the daemon's limit is {limits.max_frame_bytes}. Send less."
             refused = RequestRefused(ErrorCode.TOO_LARGE, sentence)
         else:
-            if on_reply is not None:  # before send(), which reads wake_at()
+            if callback is not None:  # before send(), which reads wake_at()
                 deadline = now + (self._options.request_timeout_s if timeout_s is None else timeout_s)
-                self._pending[message.request_id] = deadline, on_reply
+                self._pending[message.request_id] = deadline, callback
                 self._next_expiry = min(self._next_expiry, deadline)
                 self._owed_since = min(owed_since, now)
             if not self._transport.send(frame):
                 self._pending.pop(message.request_id, None)
                 self._owed_since = owed_since
                 refused = DaemonUnavailable(f"The daemon in {self.directory} does not read its socket.")
-        if on_reply is not None and refused is not None:
-            on_reply(refused, now)
+        if callback is not None and refused is not None:
+            callback(refused, now)
         return refused
 
     def on_reply(self, reply: m.AnyReply, now: float) -> None:
@@ -382,18 +382,18 @@ class Session(Closing):
             return
         if not self._responsive:
             self._responsive, self._last_warning = True, ""
-        _, on_reply = self._pending.pop(reply.request_id, (0.0, None))
+        _, callback = self._pending.pop(reply.request_id, (0.0, None))
         self._owed_since = now if self._pending else NEVER
         if isinstance(reply, m.Error):
             refusal = RequestRefused(reply.code, reply.message)
-            if on_reply is not None:
-                on_reply(refusal, now)
+            if callback is not None:
+                callback(refusal, now)
             else:
                 self._on_unexpected_refusal(reply, refusal, now)
             if reply.code in ENDED_SESSION and self._phase in CONNECTED:
                 self.disconnect(str(refusal), now)
-        elif on_reply is not None:
-            on_reply(reply, now)
+        elif callback is not None:
+            callback(reply, now)
         else:
             self._on_late_reply(reply)
         self._transport.notify()
@@ -403,9 +403,9 @@ class Session(Closing):
         since: a reply that was lost must not make the daemon seem silent."""
         late = [request_id for request_id, (deadline, _) in self._pending.items() if deadline <= now]
         for request_id in late:
-            entry = self._pending.pop(request_id, None)
-            if entry is not None:  # a callback may have ended the session and its requests
-                entry[1](RequestTimeout("The kvoffd daemon did not answer in time; try again later."), now)
+            _, callback = self._pending.pop(request_id, (0.0, None))
+            if callback is not None:  # else another callback has ended the session and its requests
+                callback(RequestTimeout("The kvoffd daemon did not answer in time; try again later."), now)
                 self._transport.notify()
         self._next_expiry = min((deadline for deadline, _ in self._pending.values()), default=NEVER)
         owed = self._owed_since < NEVER and not self._pending
@@ -451,7 +451,7 @@ class Session(Closing):
             except OSError as error:
                 self.disconnect(why_unreachable(error, self.directory, self.directory_hint), now)
                 return
-            self._shake(self._hello(), self._on_welcome, now)
+            self._send_handshake(self._hello(), self._on_welcome, now)
         elif isinstance(message, lifeline.Attached) and self._phase is Phase.HANDSHAKE:
             self._on_attached(message, now)
         elif not isinstance(message, lifeline.MemoryReleased):  # its EOF follows
@@ -460,11 +460,11 @@ class Session(Closing):
     def _hello(self) -> m.Hello:
         return m.Hello(self._next_request_id(), m.PROTOCOL_VERSION, self.role, self.name, self._software)
 
-    def _shake(self, message: m.Request[ReplyT], then: Callable[[ReplyT, float], None], now: float) -> None:
+    def _send_handshake(self, message: m.Request[ReplyT], then: Callable[[ReplyT, float], None], now: float) -> None:
         """Send a request of the handshake; ``then`` handles its reply. The handshake's deadline applies."""
         kind = type(message)
 
-        def on_reply(reply: ReplyOrError, now: float) -> None:
+        def on_answer(reply: ReplyOrError, now: float) -> None:
             if isinstance(reply, m.answer_type(kind)):
                 then(reply, now)
             elif isinstance(reply, RequestRefused):
@@ -473,7 +473,7 @@ class Session(Closing):
                 what = str(reply) if isinstance(reply, KvoffdClientError) else type(reply).__name__
                 self.disconnect(f"The daemon's answer to {kind.__name__}: {what}", now)
 
-        self._send(message, now, on_reply, NEVER)
+        self._send(message, now, on_answer, NEVER)
 
     def _on_welcome(self, reply: m.Welcome, now: float) -> None:
         self._limits, self._credit_bytes = reply.limits, reply.credit_bytes
@@ -482,10 +482,10 @@ class Session(Closing):
             return
         geometry = one.fingerprint, one.label, one.world_size, one.key_bytes, list(one.groups)
         message = m.OpenNamespace(self._next_request_id(), *geometry, one.description)
-        self._shake(message, self._on_namespace_opened, now)
+        self._send_handshake(message, self._on_namespace_opened, now)
 
     def _on_namespace_opened(self, reply: m.NamespaceOpened, now: float) -> None:
-        """Handle the last answer of the handshake."""
+        """Handle the last answer of the handshake, except a worker's."""
         self.reported_prefill_rate = reply.prefill_tokens_per_second
         self._become_open(now)
 
@@ -546,8 +546,8 @@ class Session(Closing):
         self._responsive = True
         self._handshake_deadline = self._next_expiry = self._owed_since = NEVER
         pending, self._pending = self._pending, {}
-        for _, on_reply in pending.values():
-            on_reply(DaemonUnavailable(sentence), now)
+        for _, callback in pending.values():
+            callback(DaemonUnavailable(sentence), now)
         self._role_disconnected(now)
         self._transport.notify()
 

@@ -134,7 +134,8 @@ class SocketTransport:
             while True:
                 with self.lock:
                     # Also before the first sleep: if this thread has computed since it sent the request, the
-                    # transport's thread may still be waiting for the GIL to read the reply.
+                    # transport's thread may still be waiting for the GIL to read the reply. If an exception such as
+                    # KeyboardInterrupt ends it, the transport's thread reads the rest.
                     self._reader_fd, unread = wake_fd, True
                     try:
                         unread = self._receive()

@@ -243,7 +243,7 @@ ONE_IS_WRONG = (ErrorCode.BAD_KEYS, ErrorCode.BAD_BLOCK_IDS)
 
 
 class Sent(NamedTuple):
-    """A job, or a part of one, that was sent and has no result. ``sole``: as its message's."""
+    """The job or part of one that was sent and has no result, the id of the caller's job, and its message's fields."""
 
     job: Job
     of_job: int
@@ -367,9 +367,9 @@ class WorkerClient(Session):
             if refused_jobs:
                 self._refuse(refused_jobs, ErrorCode.TOO_MANY)
             all_parts = [part for job in jobs for part in parts_of.get(job.job_id, ())]
-            of_job = {part.job_id: job_id for job_id, parts in parts_of.items() for part, _ in parts}
+            job_ids = {part.job_id: job_id for job_id, parts in parts_of.items() for part, _ in parts}
             for batch in batches_of(all_parts, limits):
-                self._send_jobs(batch, of_job, sole)
+                self._send_jobs(batch, job_ids, sole)
 
     def take_results(self) -> list[m.JobResult]:
         """Return the results since the last call, including those that have arrived and were not read yet."""
@@ -459,14 +459,17 @@ class WorkerClient(Session):
         self._next_part_id += len(parts)
         return [(part, part.size(namespace)) for part in parts]
 
-    def _send_jobs(self, jobs: Sequence[Job], of_job: Mapping[int, int], sole: int) -> None:
-        """Send jobs, or parts of the jobs ``of_job``, in one message. If it cannot be sent, they fail."""
+    def _send_jobs(self, parts: Sequence[Job], job_ids: Mapping[int, int], sole: int) -> None:
+        """Send jobs, or parts of jobs, in one message. If it cannot be sent, they fail.
+
+        ``job_ids``: the caller's job by the id of each part, which is its own id unless the job was split.
+        """
         request_id, key_bytes = self._next_request_id(), self._namespace.key_bytes
-        self._sent.update({job.job_id: Sent(job, of_job[job.job_id], request_id, sole) for job in jobs})
-        message = submit_of(request_id, self._registration_id, key_bytes, jobs, self._sequence, sole)
+        self._sent.update({part.job_id: Sent(part, job_ids[part.job_id], request_id, sole) for part in parts})
+        message = submit_of(request_id, self._registration_id, key_bytes, parts, self._sequence, sole)
         if (refused := self._send(message)) is not None:
             code = refused.code if isinstance(refused, RequestRefused) else ErrorCode.TOO_MANY
-            self._fail_sent([job.job_id for job in jobs], code)
+            self._fail_sent([part.job_id for part in parts], code)
             self._transport.notify()
 
     def _refuse(self, jobs: Sequence[Job], code: ErrorCode) -> None:
@@ -525,13 +528,13 @@ class WorkerClient(Session):
             outcome.append(not self._jobs and self._phase is not Phase.DRAINING)
             return
 
-        def on_reply(reply: ReplyOrError, reply_now: float) -> None:
+        def on_answer(reply: ReplyOrError, reply_now: float) -> None:
             outcome.append(isinstance(reply, m.Done))
             if not isinstance(reply, m.Done):
                 self.disconnect(UNRELEASED, reply_now)
 
         message = m.Unregister(self._next_request_id(), self._registration_id)
-        self._send(message, now, on_reply, timeout_s)
+        self._send(message, now, on_answer, timeout_s)
 
     # --- registering -----------------------------------------------------------------------------
 
@@ -572,7 +575,7 @@ class WorkerClient(Session):
         )
         if self.memory_on_gpu:
             self._handshake_deadline = now + GPU_REGISTER_S
-        self._shake(message, lambda _, now: self._become_open(now), now)
+        self._send_handshake(message, lambda _, now: self._become_open(now), now)
 
     # --- completions -----------------------------------------------------------------------------
 

@@ -30,7 +30,9 @@ declare(
 PAGE_BYTES = 4096
 MIN_SLOT_BYTES = 8192
 _REGIONS = 64
+"""Regions of a pool, unless a limit of their size makes them fewer or more."""
 _MIN_REGIONS = 12
+"""Regions of a small pool, at least, for as many sizes of slots."""
 _MIN_REGION_BYTES = 4 << 20
 _MAX_REGION_BYTES = 256 << 20
 """Limited because a region changes its slot size as a whole: all its blocks are evicted at once."""
@@ -51,8 +53,10 @@ def default_region_bytes(pool_bytes: int) -> int:
     Small, because each slot size may occupy a region with a single slot. With ``n`` slot sizes, blocks may be evicted
     although the others have almost ``n - 1`` regions free: ``n - 1`` twelfths of the smallest pool.
     """
-    least = min(_MIN_REGION_BYTES, 1 << (pool_bytes // _MIN_REGIONS).bit_length() - 1)
-    return max(MIN_SLOT_BYTES, page_up(max(least, min(_MAX_REGION_BYTES, pool_bytes // _REGIONS))))
+    twelfth = pool_bytes // _MIN_REGIONS
+    least = min(_MIN_REGION_BYTES, 1 << (twelfth.bit_length() - 1))
+    wanted = min(_MAX_REGION_BYTES, pool_bytes // _REGIONS)
+    return max(MIN_SLOT_BYTES, page_up(max(least, wanted)))
 
 
 def pool_bytes_for(slot_bytes: int) -> int:
@@ -120,10 +124,11 @@ class SlotAllocator(Structure):
         """[regions] bytes of the region's slots; 0 if the region is free."""
         self.in_use = np.zeros(self.regions * self.slots_per_region, np.bool_)
         """[slots] whether the slot is allocated."""
-        parts = [(one.end, NO_NODE if one.locality.node is None else one.locality.node) for one in self.segments]
-        starts = range(0, pool_bytes, region_bytes)
-        self._node = np.array([next((node for end, node in parts if at < end), NO_NODE) for at in starts], np.int32)
+        self._node = np.full(self.regions, NO_NODE, np.int32)
         """[regions] NUMA node."""
+        for begin, end, near in self.segments:
+            if near.node is not None:
+                self._node[begin // region_bytes : -(-end // region_bytes)] = near.node
         self._stack = np.zeros(self.regions * self.slots_per_region, np.uint32)
         """[slots] each region's stack of free slot numbers, from its first slot; the top is allocated next."""
         self._free = np.zeros(self.regions, np.uint32)
@@ -135,7 +140,7 @@ class SlotAllocator(Structure):
 
     def save_sizes_in(self, sizes: npt.NDArray[np.uint64]) -> None:
         """Save each region's slot size in ``sizes`` [regions] from now on, for the next daemon."""
-        self._saved, self.at_saved = sizes, sizes.ctypes.data
+        self._saved, self.at_saved = sizes, sizes.ctypes.data  # keeps the array, of which C has the address
 
     @property
     def used_bytes(self) -> int:
@@ -143,7 +148,7 @@ class SlotAllocator(Structure):
 
     @property
     def used_slots(self) -> int:
-        """Number of allocated slots. Of all slots only regions are looked at."""
+        """Number of allocated slots, by what each region has: no slot is looked at."""
         used = np.flatnonzero(self.slot_bytes)
         begin = used * self.region_bytes
         fitting = (np.minimum(begin + self.region_bytes, self.pool_bytes) - begin) // self.slot_bytes[used]

@@ -39,6 +39,8 @@ _RESERVED_LIMIT = MemoryLimit(NO_LIMIT, "reserved huge pages")
 
 Memories: TypeAlias = tuple[PoolMemory, PoolMemory]
 """Memory of a pool, and of its slot table."""
+Allocating: TypeAlias = tuple[Callable[[int], None], Callable[[], bool]]
+"""``on_progress`` and ``should_stop`` of a backing, for the allocation of reserved huge pages."""
 
 
 class NewBacking:
@@ -57,7 +59,8 @@ class NewBacking:
         *,
         takes_reserved: bool = True,
     ) -> None:
-        self._allocating, self._takes_reserved = (on_progress, should_stop), takes_reserved
+        self._allocating: Allocating = on_progress, should_stop
+        self._takes_reserved = takes_reserved
 
     def limit(self, pool_bytes: int) -> MemoryLimit:
         return _RESERVED_LIMIT if self._fits_reserved(pool_bytes) else memory_limit()
@@ -67,8 +70,9 @@ class NewBacking:
 
     def make(self, geometry: TableGeometry, segments: Sequence[PoolSegment]) -> Memories:
         """Make new memory, all zeros; reserved huge pages of each segment near its NUMA node. Raises PoolTooLarge."""
-        create, fits = partial(PoolMemory.create_private, geometry.pool_bytes), self._fits_reserved(geometry.pool_bytes)
-        return _make_new(geometry, segments, self._allocating, create, fits=fits)
+        in_reserved = self._fits_reserved(geometry.pool_bytes)
+        create = partial(PoolMemory.create_private, geometry.pool_bytes)
+        return _make_new(geometry, segments, self._allocating, create, in_reserved=in_reserved)
 
     def _fits_reserved(self, pool_bytes: int) -> bool:
         return self._takes_reserved and fits_reserved(pool_bytes)
@@ -92,13 +96,15 @@ class MemfdBacking:
         *,
         takes_reserved: bool = True,
     ) -> None:
-        self._stored, self._on_discard, self._allocating = stored, on_discard, (on_progress, should_stop)
+        self._stored, self._on_discard = stored, on_discard
+        self._allocating: Allocating = on_progress, should_stop
         self._takes_reserved = takes_reserved
 
     def limit(self, pool_bytes: int) -> MemoryLimit:
         """Return the memory available for a pool and its table, including what they hold already."""
-        in_reserved = self._held_bytes(reserved=True)
-        if in_reserved >= pool_bytes or (self._takes_reserved and fits_reserved(pool_bytes, in_reserved)):
+        reserved_bytes = self._held_bytes(reserved=True)
+        is_reserved = reserved_bytes >= pool_bytes  # an earlier daemon's, which is reused whatever the setting is now
+        if is_reserved or (self._takes_reserved and fits_reserved(pool_bytes, reserved_bytes)):
             return _RESERVED_LIMIT
         limit = memory_limit()
         return MemoryLimit(limit.bytes + self._held_bytes(reserved=False), limit.source)
@@ -121,16 +127,16 @@ class MemfdBacking:
     def make(self, geometry: TableGeometry, segments: Sequence[PoolSegment]) -> Memories:
         """Make new memory, as ``NewBacking`` does, after freeing an earlier daemon's. Raises PoolTooLarge."""
         size_bytes = geometry.pool_bytes
-        fits = self._takes_reserved and fits_reserved(size_bytes, self._held_bytes(reserved=True))
+        in_reserved = self._takes_reserved and fits_reserved(size_bytes, self._held_bytes(reserved=True))
         if self._stored is not None:
-            if not fits:
+            if not in_reserved:
                 freed_bytes = self._held_bytes(reserved=False)
                 check_fits(size_bytes + geometry.size_bytes, memory_limit(freed_bytes=freed_bytes))
             self.close()
             if self._on_discard is not None:
                 self._on_discard()
         create = partial(PoolMemory.create, size_bytes, POOL_NAME)
-        return _make_new(geometry, segments, self._allocating, create, fits=fits)
+        return _make_new(geometry, segments, self._allocating, create, in_reserved=in_reserved)
 
     def _held_bytes(self, *, reserved: bool) -> int:
         """Return the bytes that an earlier daemon's memfds hold in reserved huge pages, or in all other memory.
@@ -150,19 +156,19 @@ class MemfdBacking:
 def _make_new(
     geometry: TableGeometry,
     segments: Sequence[PoolSegment],
-    allocating: tuple[Callable[[int], None], Callable[[], bool]],
+    allocating: Allocating,
     create: Callable[[], PoolMemory],
     *,
-    fits: bool,
+    in_reserved: bool,
 ) -> Memories:
-    """Make new memory for a pool and its table: reserved huge pages if it ``fits``, or what ``create`` makes.
+    """Make new memory for a pool and its table: the pool's ``in_reserved`` huge pages, or else by ``create``.
 
-    ``allocating``: ``on_progress`` and ``should_stop`` of ``NewBacking``. Raises PoolTooLarge.
+    Raises PoolTooLarge.
     """
     size_bytes = geometry.pool_bytes
-    pool = PoolMemory.take_reserved(size_bytes, POOL_NAME, *allocating, segments) if fits else None
+    pool = PoolMemory.take_reserved(size_bytes, POOL_NAME, *allocating, segments) if in_reserved else None
     if pool is None:
-        if fits:  # a cgroup's limit refused them, or another process took them; other memory was not checked yet
+        if in_reserved:  # a cgroup's limit refused them, or another process took them; other memory was not checked yet
             check_fits(size_bytes + geometry.size_bytes, memory_limit())
         pool = create()
     with OnError(pool.close):

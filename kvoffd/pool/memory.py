@@ -200,11 +200,12 @@ class PoolMemory:
             return length
 
         parts = segments or [PoolSegment(0, self.size_bytes, NOWHERE)]
-        share = max(1, threads // len(parts))
+        threads_per_part = max(1, threads // len(parts))
         with ExitStack() as executors:
             chunks: list[Iterator[int]] = []
             for begin, end, near in parts:
-                executor = executors.enter_context(ThreadPoolExecutor(share, "kvoffd-touch", run_near, (near,)))
+                executor = ThreadPoolExecutor(threads_per_part, "kvoffd-touch", run_near, (near,))
+                executors.enter_context(executor)
                 offsets = range(begin, end, TOUCH_CHUNK_BYTES)
                 chunks.append(executor.map(touch_chunk, offsets, [min(TOUCH_CHUNK_BYTES, end - at) for at in offsets]))
             try:
@@ -238,19 +239,21 @@ class PoolMemory:
         sample_bytes = min(SAMPLE_BYTES, self.size_bytes)
         if memory_limit().bytes < SPARE_SAMPLES * sample_bytes:  # the kernel would kill the daemon for the last of it
             return 0.0
-        with ExitStack() as closed:
+        with ExitStack() as opened:
             try:
-                other = closed.enter_context(closing(PoolMemory.create_private(2 * sample_bytes)))
+                other = opened.enter_context(closing(PoolMemory.create_private(2 * sample_bytes)))
                 other.touch(1)
             except PoolTooLarge:
                 return 0.0
             huge_bytes = huge_page_bytes(other.mapping)
             if huge_bytes is not None and huge_bytes < 2 * sample_bytes:
                 return 0.0
+            # The first half of ``other`` is read for comparison, and the second takes the bytes of both.
             piece_bytes, into = sample_bytes // SAMPLE_PIECES, other.mapping.address + sample_bytes
             apart = (self.size_bytes - piece_bytes) // max(1, SAMPLE_PIECES - 1)
 
             def seconds(begin: int, step: int) -> float:
+                """Read the sample's pieces, each ``step`` bytes behind the one before; return the time."""
                 began = time.perf_counter()
                 for at in range(SAMPLE_PIECES):
                     ctypes.memmove(into + at * piece_bytes, begin + at * step, piece_bytes)

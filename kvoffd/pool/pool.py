@@ -91,8 +91,10 @@ class Pool:
         self.mapping = self._memory.mapping
         """All bytes of the pool, mapped until ``close``."""
         self.kept = ""
-        """Keeper of the memory when this process ends: ``by systemd``, or ``in`` a file; empty for none."""
+        """Keeper of the memory when this process ends, as the end of a sentence: ``by systemd``, ``in /dev/shm/pool``;
+        empty for none. The caller sets it."""
         self._bytes = self._memory.buffer
+        """Released by ``close``, so that a later ``digests`` raises and does not read unmapped memory."""
         with OnError(self.close):
             self.table = SlotTable(self._table_memory.buffer, geometry, new=not self.recovered)
         self._is_file = isinstance(backing, FileBacking)
@@ -117,7 +119,7 @@ class Pool:
 
     @property
     def place(self) -> tuple[int, int, int]:
-        """Descriptor of a shared pool's memory, and where in it the pool begins, and its size."""
+        """(descriptor, offset, size in bytes) of a shared pool's memory, for another process that maps it."""
         assert self._memory.fd >= 0, "private memory has none"
         return self._memory.fd, self._table_memory.size_bytes if self._is_file else 0, self._memory.size_bytes
 

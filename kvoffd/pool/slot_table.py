@@ -192,12 +192,16 @@ class SlotTable:
         The half's number is written last, so a process killed before leaves the other half valid. Returns False, and
         changes nothing, if the snapshot does not fit.
 
-        ``parts``: what the encoded snapshot ends with. Those that the last snapshot had are not compressed again: 64
-        namespaces would take 6 ms.
+        ``parts``: what the encoded snapshot ends with, in order. Those that the last snapshot had are not compressed
+        again: 64 namespaces would take 6 ms.
         """
         half_bytes = self._half_bytes
         encoded = msgspec.msgpack.encode(snapshot)
-        content = self._compress(encoded, parts)
+        # A zlib stream in which each part is compressed by itself, and so is what comes before the parts.
+        head = encoded[: len(encoded) - sum(map(len, parts))]
+        self._compressed = {part: self._compressed.get(part) or _deflated(part) for part in parts}
+        pieces = _deflated(head), *(self._compressed[part] for part in parts), _LAST_PIECE
+        content = b"".join((_ZLIB_HEAD, *pieces, zlib.adler32(encoded).to_bytes(4, "big")))
         if _SNAPSHOT.size + len(content) > half_bytes:
             content = zlib.compress(encoded, 1)  # shorter, as it is compressed as a whole
         if len(encoded) > _MAX_UNPACKED_BYTES or _SNAPSHOT.size + len(content) > half_bytes:
@@ -212,13 +216,6 @@ class SlotTable:
         word[0] = number
         self._snapshot = number
         return True
-
-    def _compress(self, encoded: bytes, parts: Sequence[bytes]) -> bytes:
-        """Return a zlib stream in which each of the parts, with which ``encoded`` ends, is compressed by itself."""
-        head = encoded[: len(encoded) - sum(map(len, parts))]
-        self._compressed = {part: self._compressed.get(part) or _deflated(part) for part in parts}
-        pieces = _deflated(head), *(self._compressed[part] for part in parts), _LAST_PIECE
-        return b"".join((_ZLIB_HEAD, *pieces, zlib.adler32(encoded).to_bytes(4, "big")))
 
     def load_namespaces(self, kind: type[msgspec.Struct]) -> Any:
         """Return the latest complete snapshot as a ``kind``; None if there is none."""

@@ -18,6 +18,7 @@ logger = logging.getLogger(__name__)
 LOCK_FILE = "kvoffd.lock"
 DIRECTORY_MODE = 0o750
 SOCKET_MODE = 0o660
+STARTING_MODE = 0o640
 STARTING_BYTES = 100
 """Length to which the text of the start's progress is padded, so that it overwrites all of a longer one."""
 
@@ -90,7 +91,7 @@ class DaemonDirectory:
             with suppress(OSError):
                 _unlink(self.sockets.starting)
                 flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-                self._starting_fd = os.open(self.sockets.starting, flags, DIRECTORY_MODE & 0o660)
+                self._starting_fd = os.open(self.sockets.starting, flags, STARTING_MODE)
             self.tell_starting("starting")
 
     def _check_lock(self, fd: int, found: os.stat_result) -> None:

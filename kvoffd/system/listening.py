@@ -31,7 +31,7 @@ def listen(host: str, port: int) -> list[socket.socket]:
 def _listeners(host: str, port: int) -> list[socket.socket]:
     """Return the sockets. Raises OSError.
 
-    Addresses that the machine lacks are skipped if another one works: ``localhost`` may include ::1 without IPv6.
+    Addresses that the machine lacks are skipped if there is another: ``localhost`` may include ::1 without IPv6.
     """
     if host == ALL_INTERFACES:
         if socket.has_dualstack_ipv6():
@@ -43,9 +43,9 @@ def _listeners(host: str, port: int) -> list[socket.socket]:
             listeners.append(socket.create_server(place[:2], family=family, backlog=BACKLOG))
         except OSError as error:
             errors.append(error)
-    lacking = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
-    if errors and not (listeners and all(error.errno in lacking for error in errors)):
+    of_own = [error for error in errors if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)]
+    if of_own or not listeners:
         for listener in listeners:
             listener.close()
-        raise errors[-1]
+        raise (of_own or errors)[0]
     return listeners

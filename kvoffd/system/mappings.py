@@ -144,6 +144,7 @@ def map_private(size_bytes: int) -> HostMapping:
     A page takes memory from its first touch on, as in a memfd. Raises OSError.
     """
     whole_bytes = -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    # A huge page more than is needed has a multiple in it; what is before and behind the aligned part is unmapped.
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
     found = _mmap(None, whole_bytes + HUGE_PAGE_BYTES, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0)
     if found is None or found == _MAP_FAILED:
@@ -303,6 +304,7 @@ def _fault_in(address: int, length: int) -> bool:
     exists = np.zeros(pages, dtype=np.uint8)
     if _mincore(address, length, exists.ctypes.data) != 0:
         return False
+    # First page and end of each run of existing pages, alternating.
     edges = np.flatnonzero(np.diff(exists & 1, prepend=0, append=0))
     for first, end in zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True):
         start, stop = first * mmap.PAGESIZE, min(end * mmap.PAGESIZE, length)

@@ -7,10 +7,8 @@ import time
 
 RARE_S = 60.0
 """Time between two warnings of one kind."""
-
-
 USUAL = 256
-"""Lines a minute about what clients do as a rule, and one of them may do in a loop."""
+"""Lines a minute about what clients normally do: enough for all of them, and a limit for one that does it in a loop."""
 
 
 class RareWarnings:
@@ -24,6 +22,8 @@ class RareWarnings:
         now = time.monotonic()
         if now >= self._next_at:
             self._next_at, self._left = now + RARE_S, self._most
-        due = self._left > 0
-        self._left -= due
-        self._logger.log(self._level if due else logging.DEBUG, text, *values, exc_info=exc_info)
+        level = logging.DEBUG
+        if self._left > 0:
+            self._left -= 1
+            level = self._level
+        self._logger.log(level, text, *values, exc_info=exc_info)

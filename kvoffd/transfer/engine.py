@@ -47,6 +47,7 @@ READ_BYTES = 4 << 20
 # Bytes that a copy counts for at least in its session's share: its planning and its end take as long as copying these.
 LEAST_SHARE_BYTES = 1 << 20
 
+# A copy computes checksums only of slots that begin at a multiple of this.
 _STRIPE_BYTES = 64
 RAISED = "The owner of a transfer raised: a bug; the engine continues."
 
@@ -101,9 +102,10 @@ class Transfer:
         checksums: of its slots. A load's are compared before its first byte is copied.
         session: id of the session whose job it is.
         nbytes: bytes that the plan copies.
-        ending: how it will end, if that was decided before the copy ended.
+        ending: how it will end, once ``must_end`` has decided that; else None, and it ends as DONE.
         stop: not 0 if the copy must return; C polls it.
-        began_at, ended_at: start and end of the copy on the engine's clock, without its time in the queue; 0.0 before.
+        began_at: start of the copy on the engine's clock; 0.0 before.
+        copy_s: duration of the copy in seconds, without its time in the queue; 0.0 until it has ended.
     """
 
     direction: Direction
@@ -117,20 +119,17 @@ class Transfer:
     ending: CopyEnd | None = None
     stop: ctypes.c_uint32 = field(default_factory=ctypes.c_uint32)
     began_at: float = 0.0
-    ended_at: float = 0.0
-
-    @property
-    def copy_s(self) -> float:
-        """Duration of the copy in seconds; 0.0 until it has ended."""
-        return self.ended_at - self.began_at if self.began_at and self.ended_at else 0.0
+    copy_s: float = 0.0
 
     def must_end(self, end: CopyEnd) -> None:
         """Make the copy return soon, and end like this, or like an earlier call said. For any thread."""
         self.ending = self.ending or end
         self.stop.value = 1
 
-    def read_slots(self, checksums: SlotChecksums) -> None:
+    def read_slots(self) -> None:
         """Compute all missing checksums, unless the transfer must end. A load with a mismatch ends as CORRUPT."""
+        if (checksums := self.checksums) is None:
+            return
         for part in checksums.unread_parts():
             if not self.stop.value:
                 checksums.read(part)
@@ -178,6 +177,7 @@ class CopyWork:
 
 
 WorkOfBoth: TypeAlias = Mapping[Direction, CopyWork]
+"""Work of stores and of loads."""
 
 
 def new_work() -> WorkOfBoth:
@@ -185,11 +185,11 @@ def new_work() -> WorkOfBoth:
 
 
 class CopyQueue:
-    """The transfers of one direction, and a thread for each function of ``copies``. Those of a session begin in order.
+    """The transfers of one direction, and a thread for each of ``copy_functions``. Those of a session begin in order.
 
     Such a function copies until all is copied or ``transfer.stop`` is set, and touches no memory afterwards. If it
-    raises, the transfer fails. It may fill in a store's checksums. ``readers`` more threads compute missing ones, so
-    that the copying thread continues with the next store.
+    raises, the transfer fails. It may fill in a store's checksums. ``readers`` more threads compute those that it left
+    out, so that the copying thread continues with the next store.
 
     A transfer is in ``_waiting``, then in ``_running``, then in neither, and ``on_done`` is called:
 
@@ -209,7 +209,7 @@ class CopyQueue:
         name: str,
         clock: Callable[[], float],
         work: CopyWork,
-        copies: Sequence[Callable[[Transfer], None]],
+        copy_functions: Sequence[Callable[[Transfer], None]],
         readers: int = 0,
         on_start: Callable[[], None] = lambda: None,
     ) -> None:
@@ -231,13 +231,16 @@ class CopyQueue:
         """Running transfers that have not ended in time, and when their threads last ran or waited for a CPU."""
         self._stopped = False
         self._max_unread = MAX_UNREAD_STORES if readers else 0
-        works: list[tuple[str, Callable[[], None]]]
-        works = [(f"{name}-{number}", partial(self._copy_all, copy)) for number, copy in enumerate(copies)]
-        works += [(f"{name}-sums-{number}", self._read_all) for number in range(readers)]
-        self._threads = AbandonableThreads(works, self.stop)
+        threads: list[tuple[str, Callable[[], None]]]
+        threads = [(f"{name}-{number}", partial(self._copy_all, copy)) for number, copy in enumerate(copy_functions)]
+        threads += [(f"{name}-sums-{number}", self._read_all) for number in range(readers)]
+        self._threads = AbandonableThreads(threads, self.stop)
 
     def hangs_s(self) -> float:
-        """See ``CopyEngine``. A thread that waits for a CPU does not hang: waits of tens of seconds were seen."""
+        """Return the seconds for which an overdue copy's threads have slept; 0 if no copy hangs.
+
+        A thread that waits for a CPU does not hang: waits of tens of seconds were seen.
+        """
         with self._wake:
             return max((self._clock() - since for since in self._overdue.values()), default=0.0)
 
@@ -270,13 +273,13 @@ class CopyQueue:
             for transfer, threads in self._running.items():
                 if now >= transfer.deadline:
                     transfer.must_end(CopyEnd.DEADLINE)
-                if now >= transfer.deadline + OVERDUE_GRACE_S:
-                    is_new = transfer not in self._overdue
-                    if is_new:
-                        late.append(transfer)
-                    # One that waits for a reader has no thread, and does not hang.
-                    if is_new or all(map(_wants_cpu, threads)):
-                        self._overdue[transfer] = now
+                if now < transfer.deadline + OVERDUE_GRACE_S:
+                    continue
+                if transfer not in self._overdue:
+                    late.append(transfer)
+                    self._overdue[transfer] = now
+                elif all(map(_wants_cpu, threads)):  # also without a thread: it waits for a reader, and does not hang
+                    self._overdue[transfer] = now
         for transfer in waiting:
             self._end(transfer, CopyEnd.DEADLINE)
         for transfer in late:
@@ -341,7 +344,7 @@ class CopyQueue:
             if transfer.direction is Direction.STORE and checksums is not None and 0 in checksums.sums:
                 if self._leave_to_readers(transfer, checksums):
                     continue  # they end it
-                self._compute(transfer, partial(transfer.read_slots, checksums))
+                self._compute(transfer, transfer.read_slots)
             self._end_running(transfer)
 
     def _copy(self, transfer: Transfer, copy: Callable[[Transfer], None]) -> None:
@@ -350,7 +353,7 @@ class CopyQueue:
         if transfer.began_at >= transfer.deadline:
             transfer.must_end(CopyEnd.DEADLINE)
         if transfer.direction is Direction.LOAD and transfer.checksums is not None:
-            self._compute(transfer, partial(transfer.read_slots, transfer.checksums))
+            self._compute(transfer, transfer.read_slots)
         if transfer.ending is None:
             try:
                 copy(transfer)
@@ -393,11 +396,11 @@ class CopyQueue:
             if is_read:
                 self._end_running(transfer)
 
-    def _compute(self, transfer: Transfer, checksums: Callable[[], None]) -> None:
-        """Compute some checksums of a transfer, which fails if that raises, and count the time."""
+    def _compute(self, transfer: Transfer, read: Callable[[], None]) -> None:
+        """Have ``read`` compute checksums of a transfer, which fails if that raises, and count the time."""
         began = time.thread_time()
         try:
-            checksums()
+            read()
         except Exception:
             _failed(transfer)
         self._work.add(checksum_s=time.thread_time() - began)
@@ -408,7 +411,7 @@ class CopyQueue:
             del self._running[transfer]
             self._overdue.pop(transfer, None)
             self._work.add(running=-1)
-        transfer.ended_at = self._clock()
+        transfer.copy_s = self._clock() - transfer.began_at
         self._end(transfer, transfer.ending or CopyEnd.DONE)
 
     @staticmethod
@@ -449,7 +452,7 @@ class CopyEngine:
             queue.tick()
 
     def hangs_s(self) -> float:
-        """Return the seconds for which an overdue copy's threads have slept; 0 if no copy hangs."""
+        """Return the longest time of the queues; see ``CopyQueue``."""
         return max(queue.hangs_s() for queue in self.queues.values())
 
     def close(self, timeout_s: float) -> bool:
@@ -493,8 +496,10 @@ def host_copy(transfer: Transfer, library: Native | None = None) -> None:
 
     Raises NotCompiled if kvoffd was installed without the library.
     """
-    plan, checksums = transfer.plan(), transfer.checksums if transfer.direction is Direction.STORE else None
-    slots, pool_address = (checksums.slots, checksums.pool_address) if checksums is not None else ((), 0)
+    plan = transfer.plan()
+    checksums = transfer.checksums if transfer.direction is Direction.STORE else None
+    slots = checksums.slots if checksums is not None else ()
+    pool_address = checksums.pool_address if checksums is not None else 0
     # array: creating NumPy arrays would take longer than a small copy.
     slot_addresses = array("Q", [pool_address + offset for offset, _ in slots])
     slot_bytes, sums = array("Q", [length for _, length in slots]), array("Q", bytes(8 * len(slots)))
@@ -511,11 +516,12 @@ def try_out(library: Native) -> None:
     pool = np.zeros(4096 + _STRIPE_BYTES, dtype=np.uint8)
     begin = -pool.ctypes.data % _STRIPE_BYTES
     cuts = np.array([0, 1, 65, 1089, 3000, 4096], dtype=np.uint64)
-    to, from_ = (cuts[:-1] + np.uint64(address) for address in (pool.ctypes.data + begin, source.ctypes.data))
-    found = SlotChecksums(lambda _: [], [(begin, 4096)], [0], pool_address=pool.ctypes.data)
-    plan = Plan(to, from_, np.diff(cuts))
-    host_copy(Transfer(Direction.STORE, lambda: plan, 0.0, lambda *_: None, None, found), library)
-    if not np.array_equal(pool[begin : begin + 4096], source) or found.sums != [xxhash.xxh3_64_intdigest(source.data)]:
+    destinations, sources = (cuts[:-1] + np.uint64(at) for at in (pool.ctypes.data + begin, source.ctypes.data))
+    checksums = SlotChecksums(lambda _: [], [(begin, 4096)], [0], pool_address=pool.ctypes.data)
+    plan = Plan(destinations, sources, np.diff(cuts))
+    host_copy(Transfer(Direction.STORE, lambda: plan, 0.0, lambda *_: None, checksums=checksums), library)
+    is_copied = np.array_equal(pool[begin : begin + 4096], source)
+    if not is_copied or checksums.sums != [xxhash.xxh3_64_intdigest(source.data)]:
         raise NotCompiled("The daemon's copy loop was miscompiled; install kvoffd again with another C compiler.")
 
 
@@ -536,9 +542,5 @@ class HostEngine(CopyEngine):
         copy: Callable[[Transfer], None] = host_copy,
     ) -> None:
         try_out(native())
-        super().__init__(
-            {
-                one: CopyQueue(f"kvoffd-{one.value}", clock, work[one], [copy] * threads_per_direction)
-                for one in Direction
-            }
-        )
+        copies = [copy] * threads_per_direction
+        super().__init__({one: CopyQueue(f"kvoffd-{one.value}", clock, work[one], copies) for one in Direction})

@@ -75,8 +75,8 @@ class GroupLayout:
     block_bytes: int  # bytes of an engine block in all layers
     shard_bytes: int  # bytes of a whole shard
     allocations: UInt64Array
-    """Addresses of several allocations on a GPU, ascending; else empty. The rows of a copy must be in one allocation,
-    so pieces are then ordered by layer."""
+    """Addresses of the registration's allocations on a GPU, ascending, if it has several; else empty. If not empty,
+    pieces are ordered by layer: a copy of many rows must stay in one allocation, as a layer does."""
 
 
 def build_layouts(
@@ -95,10 +95,10 @@ def build_layouts(
     """
     if blocks_per_key < 1:
         raise BadGeometry(f"A key cannot cover {blocks_per_key} engine blocks; it must cover at least one.")
-    for index, tensor in enumerate(tensors):
+    for index, tensor in enumerate(tensors):  # also those that no page uses; the pages' sizes are checked with them
         _check_tensor(segments, index, tensor, page_bytes=1)
-    several = sorted(address for address, _ in segments) if on_gpu and len(segments) > 1 else []
-    allocations = np.array(several, np.uint64)
+    has_several = on_gpu and len(segments) > 1
+    allocations = np.array(sorted(address for address, _ in segments) if has_several else [], np.uint64)
     return [
         _build_layout(segments, tensors, index, pages, blocks_per_key, allocations)
         for index, pages in enumerate(groups)
@@ -152,11 +152,12 @@ def _runs(
     for page in pages:
         tensor = tensors[page.tensor]
         address, stride = segments[tensor.segment][0] + tensor.offset_bytes, tensor.stride_bytes
-        begin, last_stride, nbytes = runs[-1] if merge and runs else (0, 0, 0)
-        if (begin + nbytes, last_stride) == (address, stride):
-            runs[-1] = (begin, stride, nbytes + page.page_bytes)
-        else:
-            runs.append((address, stride, page.page_bytes))
+        if merge and runs:
+            begin, last_stride, nbytes = runs[-1]
+            if (begin + nbytes, last_stride) == (address, stride):
+                runs[-1] = (begin, stride, nbytes + page.page_bytes)
+                continue
+        runs.append((address, stride, page.page_bytes))
     return runs
 
 

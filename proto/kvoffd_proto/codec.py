@@ -51,6 +51,7 @@ def request_id_of(frame: bytes | memoryview) -> int:
     """
     head = bytes(frame[:_HEAD_BYTES])
     try:
+        # An array (fixarray, array 16 or 32) of a tag (fixstr or str 8), a number and more: the first two are decoded.
         tag_at = 1 if head[0] >> 4 == 0x9 else {0xDC: 3, 0xDD: 5}[head[0]]
         number_at = tag_at + (2 + head[tag_at + 1] if head[tag_at] == 0xD9 else 1 + head[tag_at] % 32)
         end = number_at + _NUMBER_BYTES.get(head[number_at], 1)

@@ -285,12 +285,12 @@ class CudaError(Exception):
         self.message, self.call, self.status = message, call, status
 
 
-# Driver calls that ``struct gpu_copying`` of gpu_copy.c always has, by the names of its members.
+# Driver calls that ``struct gpu_copying`` of gpu_copy.c always has, by the names of its fields in Python.
 _COPY_CALLS = {
-    "copy": "cuMemcpyAsync",
-    "record": "cuEventRecord",
-    "wait": "cuEventSynchronize",
-    "sync": "cuStreamSynchronize",
+    "at_copy": "cuMemcpyAsync",
+    "at_record": "cuEventRecord",
+    "at_wait": "cuEventSynchronize",
+    "at_sync": "cuStreamSynchronize",
 }
 # Attributes of all copies of every batch.
 _BATCH_ATTRIBUTES = MemcpyAttributes(
@@ -519,17 +519,18 @@ class Cuda:
     destroy_event = partialmethod(_call, "cuEventDestroy_v2")
 
     def copy_calls(self) -> dict[str, int]:
-        """Return the addresses of the functions that the copy loop in C calls, by its names.
+        """Return the fields of ``struct gpu_copying`` of gpu_copy.c that say what the driver can do: addresses of the
+        functions that it calls, and of the arguments of a batch.
 
-        ``rows`` and ``batch`` are missing if the GPU maps registered host memory at other addresses than this process
-        (WSL, some virtual GPUs): only single copies translate those, and a batch would lose the context
+        ``at_rows`` and ``at_batch`` are missing if the GPU maps registered host memory at other addresses than this
+        process (WSL, some virtual GPUs): only single copies translate those, and a batch would lose the context
         (sgl-project/sglang#40232). Drivers before CUDA 12.8 have no batches.
         """
         calls = {field: self._address_of(getattr(self._library, name)) for field, name in _COPY_CALLS.items()}
         version, attribute = self.version(), DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM
         if not self._number("cuDeviceGetAttribute", attribute, self._number("cuCtxGetDevice")):
             return calls
-        calls["rows"] = self._address_of(self._library.cuMemcpy2DAsync_v2)
+        calls["at_rows"] = self._address_of(self._library.cuMemcpy2DAsync_v2)
         if version < min(BATCH_FORMS):
             return calls
         # For a version newer than its own, a driver may return the older call, which has other arguments.
@@ -537,7 +538,7 @@ class Cuda:
         batch, found, get = ctypes.c_void_p(), ctypes.c_uint(), self._library.cuGetProcAddress_v2
         status = get(BATCH_SYMBOL.encode(), ctypes.byref(batch), form, GET_PROC_ADDRESS_DEFAULT, ctypes.byref(found))
         if not status and batch.value:
-            calls |= {"batch": batch.value, "attributes": ctypes.addressof(_BATCH_ATTRIBUTES)}
+            calls |= {"at_batch": batch.value, "at_attributes": ctypes.addressof(_BATCH_ATTRIBUTES)}
             calls["has_fail_index"] = int(form == min(BATCH_FORMS))
         return calls
 

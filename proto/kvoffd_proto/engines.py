@@ -41,15 +41,16 @@ SUMMED = ("leases", "pinned_bytes", "jobs", "registered_bytes", "stored_bytes", 
 def engines_of(found: Sequence[SessionInfo], labels: Mapping[bytes, str] = MappingProxyType({})) -> list[Engine]:
     """Return the engines among the sessions: a worker joins the scheduler of its name, if possible its process."""
     rows: list[Engine] = []
-    for one in sorted(found, key=lambda one: one.role != Role.SCHEDULER):
+    for one in sorted(found, key=lambda one: one.role != Role.SCHEDULER):  # so that workers find theirs
         if one.role not in (Role.SCHEDULER, Role.WORKER):
             continue
-        row = Engine(engine_name(one.name, one.role), one.namespaces, [labels.get(each, "") for each in one.namespaces])
-        row.software, row.idle_seconds = one.software, one.idle_seconds
-        same_name = [each for each in rows if (each.name, each.namespaces) == (row.name, row.namespaces)]
+        name = engine_name(one.name, one.role)
+        same_name = [each for each in rows if (each.name, each.namespaces) == (name, one.namespaces)]
         if one.role == Role.WORKER and same_name:
             row = min(same_name, key=lambda each: (one.pid not in each.pids, each.workers))
         else:
+            row = Engine(name, one.namespaces, [labels.get(each, "") for each in one.namespaces])
+            row.software, row.idle_seconds = one.software, one.idle_seconds
             rows.append(row)
         row.schedulers += one.role == Role.SCHEDULER
         row.workers += one.role == Role.WORKER

@@ -74,7 +74,8 @@ AGREE = 1.1
 class Kind(NamedTuple):
     """A kind of finding: its level, its meaning, and the command or setting that fixes it.
 
-    ``error``: something does not work. ``warning``: the cache could work better. ``info``: worth knowing.
+    ``error``: something does not work. ``warning``: the cache could work better. ``info``: worth knowing. ``fix`` goes
+    through ``str.format``: a check fills in ``{}``, and other braces are doubled.
     """
 
     level: str
@@ -98,7 +99,8 @@ KINDS = {
     "engine_refused": Kind("error", "This engine computes all prompts.", "do as the problem says"),
     "halves_apart": Kind(
         "warning",
-        "Unless it sleeps, the others look for a daemon elsewhere, and it stores and loads nothing. Its log says more.",
+        "Unless it sleeps, its other processes look for a daemon elsewhere, and it stores and loads nothing. "
+        "Its log says more.",
         "one directory of the daemon for all processes of the engine: mount it for each",
     ),
     "workers_missing": Kind("warning", "Blocks become ready only with all ranks.", "kvoffd-cli clients --all"),
@@ -596,7 +598,10 @@ def pool_size(facts: Facts) -> Iterator[Finding]:
 
 
 def _too_small(stats: s.DaemonStats, size: float, points: float, gone: str) -> Finding:
-    """Return the finding that a pool of ``size`` times the bytes would gain these points of what engines lack."""
+    """Return the finding that a pool of ``size`` times the bytes would gain these points of what engines lack.
+
+    ``gone``: a sentence, after a space, about what was evicted; or empty.
+    """
     total, pool_bytes, gain = stats.since_start, stats.pool.size_bytes, _of_prompts(stats.since_start, points)
     evidence = f"{_computed(stats)}; {_would_be(stats, points)} with a pool of {format_size(size * pool_bytes)}, not "
     evidence += f"{format_size(pool_bytes)} (estimated for lru, without quotas)."
@@ -744,6 +749,7 @@ def crowding(facts: Facts) -> Iterator[Finding]:
             continue
         for part in QUOTAS:
             points = min(most, _found_with_quota(facts, one, part * one.ready_bytes) - base)
+            # A larger quota of the same namespace must help by a point more: others want the space.
             if points > best + verdict.POINTS or (points > best and one is not chosen):
                 best, quota, chosen = points, part * one.ready_bytes, one
     if chosen is None or best < LRU_POINTS or best < verdict.doubt_points(stats.since_start):

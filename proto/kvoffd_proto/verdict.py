@@ -102,14 +102,16 @@ def _in_own_caches(traffic: Window) -> tuple[int, int, str]:
 
 
 def needed_tokens(traffic: Window) -> int:
-    """Return the tokens of prompts that engines neither had nor got elsewhere; in whole blocks if none is reported."""
+    """Return the tokens of prompts that engines neither had nor got elsewhere, as they report them; if they report no
+    prompts, ``lacked_tokens``, which are at least those that were loaded."""
     if total := traffic.all_prompt_tokens:
         return total - traffic.prompt_tokens.get("engine", 0) - traffic.prompt_tokens.get("other", 0)
     return max(lacked_tokens(traffic), traffic.loaded_tokens)
 
 
 def lacked_tokens(traffic: Window) -> int:
-    """Return about how many tokens, in whole blocks, engines did not have in their own caches."""
+    """Return about how many tokens of lookups engines did not have in their own caches: in whole blocks, and by the
+    share of the keys."""
     return round(traffic.asked_tokens * (1 - traffic.not_needed_keys / max(1, traffic.asked_keys)))
 
 

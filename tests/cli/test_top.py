@@ -82,8 +82,8 @@ def test_a_daemon_at_work_that_goes_and_comes_back(daemon: DaemonProcess) -> Non
         ):
             terminal.type(key)
             terminal.wait_for(*words)
-        terminal.type("s")
-        terminal.wait_for("s sort: size")
+        terminal.type("ä", "DC", "s")  # Delete is sent as ESC [ 3 ~
+        terminal.wait_for("s sort: size", "Pool [")
 
         terminal.type("p")
         paused = terminal.wait_for("PAUSED").splitlines()[0]

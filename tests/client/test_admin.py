@@ -131,7 +131,7 @@ def test_an_answer_of_the_wrong_kind_is_an_error(fake: FakeDaemon) -> None:
 
 
 def test_a_namespace_is_named_by_label_or_first_digits() -> None:
-    named = {"ab12cd34": "tiny", "ab12ffff": "twin", "00112233": "twin", "77770000": "ab12cd34"}
+    named = {"ab12cd34": "tiny", "ab12ffff": "twin", "00112233": "twin", "77770000": "ab12cd34", "88880000": ""}
     there = [
         a.NamespaceInfo(bytes.fromhex(digits.ljust(64, "0")), label, 1, 32, [], [], 0, 0, 0, "{}")
         for digits, label in named.items()

@@ -162,8 +162,8 @@ def test_peers_are_nodes_networks_and_names_of_many() -> None:
     assert peer_addresses(["a:1", "b:1"]) == ["a:1", "b:1"]
     for many in (["10.0.0.0/16:1"], ["dns+a:1"], ["dns+a:1", "10.0.0.0/16:1", "dns+b:1"]):
         assert peer_addresses(["a:1", *many]) == ["a:1", *[""] * PEER_PLACES], "they share these"
-    for wrong in ("dns+", "dns+a", "dns+:7400", "dns+a b:7400"):
-        assert "peers" in refusal({"peers": wrong})
+    for wrong in ("dns+", "dns+a", "dns+:7400", "dns+a b:7400", "10.0.0.1/16:7400", "10.0.0.0/16:0x1", "a/b:1"):
+        assert refusal({"peers": wrong}).startswith(f"peers (flag --peers): {wrong!r} is not a peer; write ")
 
 
 # --- deploy/kvoffd.toml ----------------------------------------------------------------------------

@@ -366,7 +366,7 @@ def test_an_engine_adds_nothing_to_a_block_that_is_put(blocks: BlockClient, engi
     (key,) = keys(301)
     kv = both_ranks(blocks, KEYS[1])
     for rank in range(2):
-        for layer, page in zip(kv[rank], blocks._layers(blocks._shard_bytes[rank][0], 0, rank), strict=True):
+        for layer, page in zip(kv[rank], blocks._layers(blocks._shard_memory[rank][0], 0, rank), strict=True):
             page[:] = layer.numpy()
     job = Job(900, [GroupTransfer.of([key], range(1))])
     blocks._workers[0].submit([job], sole=5)

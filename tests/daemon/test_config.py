@@ -115,6 +115,9 @@ def test_config_refusals_name_setting_value_and_source(file: Path) -> None:
         ("disk_deadline", "nan"),
         ("allowed_uids", "nobody-at-all"),
         ("http_address", "127.0.0.1:65536"),
+        ("peers", "10.0.0.0/16:65536"),
+        ("peers", "10.0.0.1/16:7400"),
+        ("peers", "dns+node"),
         ("pool_file", "/dev/shm/"),
         ("directory", "/" + "d" * 120),
     ):

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.kit.checked import CheckedEngine
+from tests.kit.command import run_daemon_here
 from tests.kit.daemon import DaemonProcess
 from tests.kit.linux import Cgroup, cgroup, run
 from tests.kit.waiting import wait_until
@@ -73,6 +74,17 @@ def huge(tmp_path: Path) -> Iterator[Path]:
     finally:
         run("umount", "-l", tmp_path)
         HUGE_PAGES.write_text(before)
+
+
+def test_config_checks_no_other_memory_for_a_pool_of_huge_pages(tmp_path: Path) -> None:
+    run("mount", "-t", "hugetlbfs", "-o", "pagesize=2M", "none", tmp_path)
+    try:
+        for directory, status in ((tmp_path, 0), (Path("/dev/shm"), 2)):
+            pool = ("--pool-size", "1000TiB", "--pool-file", f"{directory}/{tmp_path.name}.pool")
+            ended = run_daemon_here("config", *pool, "--directory", str(tmp_path), KVOFFD_HTTP_ADDRESS="")
+            assert ended.returncode == status, ended.stderr
+    finally:
+        run("umount", "-l", tmp_path)
 
 
 def test_a_limit_of_huge_pages_is_named(huge: Path) -> None:

@@ -41,9 +41,9 @@ def copy_batch(driver: cuda.Cuda, copies: Sequence[tuple[int, int, int]], stream
     old, new = sorted(cuda.BATCH_FORMS)
     form = cuda.argument_types(cuda.BATCH_FORMS[old if calls["has_fail_index"] else new])
     fail_index = [ctypes.byref(failed)] if calls["has_fail_index"] else []
-    attributes = cuda.MemcpyAttributes.from_buffer_copy(cuda.MemcpyAttributes.from_address(calls["attributes"]))
+    attributes = cuda.MemcpyAttributes.from_buffer_copy(cuda.MemcpyAttributes.from_address(calls["at_attributes"]))
     arguments = [*columns, len(copies), ctypes.byref(attributes), ctypes.byref(first), 1, *fail_index, stream]
-    return int(ctypes.CFUNCTYPE(ctypes.c_int, *form)(calls["batch"])(*arguments))
+    return int(ctypes.CFUNCTYPE(ctypes.c_int, *form)(calls["at_batch"])(*arguments))
 
 
 def map_chunks(library: ctypes.CDLL, driver: cuda.Cuda, sizes: Sequence[int], handle_types: int) -> int:

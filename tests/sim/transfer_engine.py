@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from kvoffd.transfer.engine import CopyEngine, CopyQueue, CopyWork, SlotChecksums, Transfer
+from kvoffd.transfer.engine import CopyEngine, CopyQueue, CopyWork, Transfer
 from kvoffd.transfer.plan import CopyEnd, Direction
 from tests.sim.clock import Broken, Injected
 from tests.sim.pool import Slot
@@ -150,7 +150,7 @@ class SimQueue(CopyQueue):
         if transfer.ending is not None and not transfer.stop.value:  # C looks at the flag, and at nothing else
             raise Broken("a copy goes on although its transfer must end")
         if transfer.ending is None and copy.step == 0 and not storing and checksums is not None:
-            transfer.read_slots(checksums)
+            transfer.read_slots()
         if transfer.ending is None:
             copy.step += 1
             until = copy.nbytes * copy.step // copy.steps
@@ -170,15 +170,15 @@ class SimQueue(CopyQueue):
         if transfer.ending is not None or not storing or checksums is None:
             self._end_running(transfer)
         elif self._rng.random() < 0.5:
-            self._finish_sums(transfer, checksums)
+            self._finish_sums(transfer)
         else:
             self._running[transfer].clear()
-            self._process.after(self._rng.choice((0.0001, 0.001, 0.01)), lambda: self._finish_sums(transfer, checksums))
+            self._process.after(self._rng.choice((0.0001, 0.001, 0.01)), lambda: self._finish_sums(transfer))
         if self._waiting:
             self._process.after(self._rng.uniform(0, 0.0005), self._start)
 
-    def _finish_sums(self, transfer: Transfer, checksums: SlotChecksums) -> None:
-        transfer.read_slots(checksums)
+    def _finish_sums(self, transfer: Transfer) -> None:
+        transfer.read_slots()
         self._end_running(transfer)
 
     def _move(self, copy: _Copy, until: int) -> None:

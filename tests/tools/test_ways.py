@@ -9,10 +9,10 @@ from tests.tools.ways import WAYS, go
 MOST = {
     "lookup": (26, 15),
     "store": (42, 29),
-    "store-end": (19, 13),
+    "store-end": (18, 11),
     "load": (16, 11),
-    "load-end": (22, 14),
-    "reset": (38, 21),
+    "load-end": (21, 12),
+    "reset": (37, 21),
     "disk-write": (69, 44),
     "promotion": (99, 62),
     "redis-promotion": (150, 98),

@@ -119,11 +119,11 @@ class CudaHarness(Harness):
         stub.start()
         driver = stub.driver()
         calls = driver.copy_calls()
-        del calls["rows"]
+        del calls["at_rows"]
         # The copy loop calls these without the interpreter's lock, which they take.
         single = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p)
         many = ctypes.CFUNCTYPE(ctypes.c_int, *argument_types(BATCH_FORMS[12080]))
-        real_copy, real_batch = single(calls["copy"]), many(calls["batch"])
+        real_copy, real_batch = single(calls["at_copy"]), many(calls["at_batch"])
 
         def gated(*arguments: int) -> int:
             try:
@@ -133,7 +133,7 @@ class CudaHarness(Harness):
             return int(real_batch(*arguments))
 
         self.gated = many(gated), single(lambda *arguments: 1 if self.broken else real_copy(*arguments))
-        calls["batch"], calls["copy"] = (ctypes.cast(one, ctypes.c_void_p).value for one in self.gated)
+        calls["at_batch"], calls["at_copy"] = (ctypes.cast(one, ctypes.c_void_p).value for one in self.gated)
         driver.copy_calls = lambda: calls  # type: ignore[method-assign]
 
         def register(plan: Plan) -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import typer
 
-from kvoffd_client.admin_client import WHOLE_FINGERPRINT, find_namespace_info
+from kvoffd_client.admin_client import WHOLE_FINGERPRINT, AdminClient, find_namespace_info
 from kvoffd_client.cli.format import WIDE_CELLS, make_console, print_json, print_line, print_status, say
 from kvoffd_client.cli.show import labels_of
 from kvoffd_client.cli.target import NAMESPACE_HELP, CliError, Directory, Json, PlainJson, open_admin
@@ -38,7 +38,7 @@ def clear(
     name: Annotated[str | None, typer.Argument(metavar="NAME", help=NAMESPACE_HELP)] = None,
     everything: Annotated[bool, typer.Option("--all", help="Clear every namespace.")] = False,
     all_nodes: Annotated[
-        bool, typer.Option("--all-nodes", help="Also on peers and nodes that share its store.")
+        bool, typer.Option("--all-nodes", help="Also on all nodes that share a store or are peers.")
     ] = False,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")] = False,
     directory: Directory = None,
@@ -55,80 +55,114 @@ def clear(
         raise CliError("Name one namespace or --all, not both; `kvoffd-cli namespaces` lists them.")
     with open_admin(directory) as admin:
         listed, now = admin.namespaces(), admin.stats()
-        fingerprint = None if everything else _fingerprint(listed, name or "", all_nodes)
-        chosen = {each.namespace: each for each in listed.namespaces if fingerprint in (None, each.namespace)}
-        where, forgotten = "all namespaces", list[bytes]()
-        if fingerprint is None:
-            forgotten = [each for each in listed.unshared if each not in chosen] if all_nodes else []
-        else:
-            forgotten = [] if fingerprint in chosen else [fingerprint]
-            where = f"namespace {namespace_name(chosen[fingerprint].label if chosen else '', fingerprint)}"
-        if all_nodes:
-            where += " on all nodes" if fingerprint else _all_that_are_known(len(chosen), len(forgotten))
-        blocks, nbytes = (sum(getattr(each, of) for each in chosen.values()) for of in ("ready_blocks", "ready_bytes"))
-        below = ", and those on disks," if _has_on_disks(now, fingerprint) else ""
+        chosen = _choose(listed, name, all_nodes=all_nodes)
+        where = _place(chosen, all_nodes=all_nodes)
         if not yes:
-            if not sys.stdin.isatty():
-                raise CliError("Nothing was cleared: there is no terminal to confirm it on; add --yes.")
-            question = f"Drop {count_blocks(blocks)} ({format_size(nbytes)}){below} from {where}? [y/N] "
-            print(question, end="", file=sys.stderr, flush=True)  # stdout is for the result
-            if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+            known = chosen.listed.values()
+            blocks, nbytes = sum(each.ready_blocks for each in known), sum(each.ready_bytes for each in known)
+            below = ", and those on disks," if _has_on_disks(now, chosen.fingerprint) else ""
+            if not _is_confirmed(f"Drop {count_blocks(blocks)} ({format_size(nbytes)}){below} from {where}? [y/N] "):
                 say("Nothing was cleared.")
                 return 1
-        dropped, problem, stores = 0, None, len(now.shared) if all_nodes else 0
-        for each in (*chosen, *forgotten) if all_nodes else ():
+        dropped, problem = _drop(admin, chosen, all_nodes=all_nodes)
+        if problem is not None:
+            raise CliError(f"{problem} On this node {count_blocks(dropped)} were dropped.") from problem
+    # Stores and peers that keep copies which prompts load again.
+    keepers = [] if all_nodes or chosen.fingerprint in listed.unshared else _keepers(now)
+    stores = len(now.shared) if all_nodes else 0
+    if json:
+        print_json({"namespace": chosen.fingerprint, "cleared_blocks": dropped, "stores": stores, "kept_by": keepers})
+        return 0
+    say(f"Dropped {count_blocks(dropped)} from {where}.")
+    if stores:
+        say("Shared stores keep the bytes, which nobody reads, until they expire or are evicted there.")
+    if keepers:
+        _show_keepers(keepers, chosen)
+    return 0
+
+
+class _Chosen(NamedTuple):
+    """Namespaces to clear."""
+
+    fingerprint: bytes | None
+    """The only one; None for all."""
+    listed: dict[bytes, NamespaceInfo]
+    """Those of them that the daemon lists."""
+    unlisted: list[bytes]
+    """Others to clear on all nodes: this daemon has forgotten them."""
+
+
+def _choose(listed: NamespacesReply, name: str | None, *, all_nodes: bool) -> _Chosen:
+    """Return the namespace of this name, or all without one. Raises KvoffdClientError.
+
+    On all nodes a whole fingerprint may name one that is not open.
+    """
+    if name is None:
+        known = {each.namespace: each for each in listed.namespaces}
+        return _Chosen(None, known, [each for each in listed.unshared if each not in known] if all_nodes else [])
+    if all_nodes and WHOLE_FINGERPRINT.fullmatch(name):
+        fingerprint = bytes.fromhex(name)
+    else:
+        fingerprint = find_namespace_info(listed.namespaces, name).namespace
+    known = {each.namespace: each for each in listed.namespaces if each.namespace == fingerprint}
+    return _Chosen(fingerprint, known, [] if known else [fingerprint])
+
+
+def _place(chosen: _Chosen, *, all_nodes: bool) -> str:
+    """Return from where blocks are dropped, as the end of a sentence."""
+    if chosen.fingerprint is not None:
+        label = next((each.label for each in chosen.listed.values()), "")
+        return f"namespace {namespace_name(label, chosen.fingerprint)}{' on all nodes' if all_nodes else ''}"
+    if not all_nodes:
+        return "all namespaces"
+    count, unlisted = len(chosen.listed), len(chosen.unlisted)
+    those = "one" if count == 1 else format_count(count)
+    where = f"all namespaces, and the {those} that this daemon has from all nodes"
+    if unlisted:
+        more = f"{format_count(unlisted)} more that {'was' if unlisted == 1 else 'were'} not shared"
+        where += f", with {more} any longer"
+    return where
+
+
+def _is_confirmed(question: str) -> bool:
+    """Ask on the terminal. Raises CliError without one."""
+    if not sys.stdin.isatty():
+        raise CliError("Nothing was cleared: there is no terminal to confirm it on; add --yes.")
+    print(question, end="", file=sys.stderr, flush=True)  # stdout is for the result
+    return sys.stdin.readline().strip().lower() in ("y", "yes")
+
+
+def _drop(admin: AdminClient, chosen: _Chosen, *, all_nodes: bool) -> tuple[int, RequestRefused | None]:
+    """Drop the blocks; return how many this node had, and the first refusal if other nodes may have kept theirs."""
+    dropped = 0
+    problem: RequestRefused | None = None
+    if all_nodes:
+        for each in (*chosen.listed, *chosen.unlisted):
             try:
                 dropped += admin.reset_fleet(each)
             except RequestRefused as error:
                 if error.code is ErrorCode.BAD_ARGUMENT:
                     raise
-                # The others are cleared all the same, and this one on this node.
-                problem, dropped = problem or error, dropped + (chosen[each].ready_blocks if each in chosen else 0)
-        if fingerprint is None or not all_nodes:  # all include those that nobody has opened since the start
-            dropped += admin.clear(fingerprint)
-        if problem is not None:
-            raise CliError(f"{problem} On this node {count_blocks(dropped)} were dropped.") from problem
-    # Stores and peers that keep copies which prompts load again.
-    keepers = [] if all_nodes or fingerprint in listed.unshared else _keepers(now)
-    if json:
-        print_json({"namespace": fingerprint, "cleared_blocks": dropped, "stores": stores, "kept_by": keepers})
-        return 0
-    say(f"Dropped {count_blocks(dropped)} from {where}.")
-    if all_nodes and stores:
-        say("Shared stores keep the bytes, which nobody reads, until they expire or are evicted there.")
-    if keepers:
-        _show_keepers(keepers, [*chosen.values()], fingerprint)
-    return 0
+                # This node has dropped its own, and the other namespaces are cleared all the same.
+                problem = problem or error
+                dropped += chosen.listed[each].ready_blocks if each in chosen.listed else 0
+    if chosen.fingerprint is None or not all_nodes:  # all include those that nobody has opened since the start
+        dropped += admin.clear(chosen.fingerprint)
+    return dropped, problem
 
 
-def _show_keepers(keepers: Sequence[str], cleared: Sequence[NamespaceInfo], fingerprint: bytes | None) -> None:
-    """Print who keeps copies of what was cleared (all namespaces if ``fingerprint`` is None), and how to void them."""
+def _show_keepers(keepers: Sequence[str], cleared: _Chosen) -> None:
+    """Print who keeps copies of what was cleared, and how to invalidate them."""
     keep = "keeps its copies" if len(keepers) == 1 else "keep their copies"
-    say(f"{printable(', '.join(keepers))} {keep}, and prompts load them again. To void them on all nodes:")
+    say(f"{printable(', '.join(keepers))} {keep}, and prompts load them again. To invalidate them on all nodes:")
     # The daemon has forgotten those that no engine has open: they need their whole fingerprints.
-    closed = [each.namespace for each in cleared if not each.sessions]
-    if fingerprint is None and (len(closed) < len(cleared) or not closed):
+    closed = [each.namespace for each in cleared.listed.values() if not each.sessions]
+    if cleared.fingerprint is None and (len(closed) < len(cleared.listed) or not closed):
         print_line("  kvoffd-cli clear --all --all-nodes")
-    elif not closed:
-        print_line(f"  kvoffd-cli clear {namespace_id(fingerprint or b'')} --all-nodes")
+    elif cleared.fingerprint is not None and not closed:
+        print_line(f"  kvoffd-cli clear {namespace_id(cleared.fingerprint)} --all-nodes")
     for each in closed:
         print_line(f"  kvoffd-cli clear {each.hex()} --all-nodes")
-
-
-def _fingerprint(listed: NamespacesReply, name: str, all_nodes: bool) -> bytes:
-    """Return the fingerprint of an open namespace. On all nodes one that is not open may be voided too, by the whole
-    fingerprint. Raises KvoffdClientError."""
-    if all_nodes and WHOLE_FINGERPRINT.fullmatch(name):
-        return bytes.fromhex(name)
-    return find_namespace_info(listed.namespaces, name).namespace
-
-
-def _all_that_are_known(opened: int, forgotten: int) -> str:
-    where = f", and the {'one' if opened == 1 else format_count(opened)} that this daemon has from all nodes"
-    if forgotten:
-        again = f"{format_count(forgotten)} more that {'was' if forgotten == 1 else 'were'} not shared"
-        where += f", with {again} any longer"
-    return where
 
 
 def _keepers(now: DaemonStats) -> list[str]:

@@ -89,8 +89,9 @@ def run(given: list[str]) -> int:
     for word in given:
         if not is_utf8(word):
             return _refuse(f"{os.fsencode(word)!r} is not UTF-8; give it in UTF-8.")
-    known = given[0] in COMMANDS if given else COMPLETION not in os.environ
-    command = make_command(given[:1] if known else COMMANDS)
+    # The overview needs no command, and a command only itself; --help, completion and wrong commands need all.
+    is_enough = given[0] in COMMANDS if given else COMPLETION not in os.environ
+    command = make_command(given[:1] if is_enough else COMMANDS)
     try:
         # Not Command.main(), which handles Ctrl-C and closed pipes differently.
         if COMPLETION in os.environ:

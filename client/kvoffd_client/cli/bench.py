@@ -74,7 +74,7 @@ bench_app = typer.Typer(
 
     Run it without other load: engines wait for it. Its blocks are in a namespace of their own, go to no disk or
     store, evict nothing without --evict, and are dropped at the end. The policy ignores them. Their lookups are not
-    counted; their copies count as jobs and bytes of kvoffd_copy.
+    counted; their copies are, in the metrics that begin with kvoffd_copy.
     """,
     rich_markup_mode=None,
 )

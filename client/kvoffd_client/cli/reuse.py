@@ -41,8 +41,8 @@ def reuse(
 ) -> int:
     """Show where prompts differ although what follows is the same.
 
-    A date or an id near the beginning keeps all that follows from being shared. Only places are found at which what
-    differs takes as many tokens in each prompt. The texts come from the last two prompts.
+    A date or an id near the beginning keeps all that follows from being shared. Finds only places where the part that
+    differs has as many tokens in each prompt. The texts are of the last two prompts.
 
     Exit status: 0 such places are shown, 1 there are none, 2 an error.
     """

@@ -47,7 +47,7 @@ from kvoffd_proto.units import exact_size, format_count, format_duration, format
 
 
 def health(
-    live: Annotated[bool, typer.Option("--live", help="Exit status 0 if the daemon answers, or starts.")] = False,
+    live: Annotated[bool, typer.Option("--live", help="Exit status 0 if the daemon answers or is starting.")] = False,
     ready: Annotated[bool, typer.Option("--ready", help="Exit status 0 if it accepts sessions and jobs.")] = False,
     directory: Directory = None,
     url: Url = "",
@@ -70,7 +70,7 @@ def health(
 
 def clients(
     request: Annotated[str, typer.Argument(metavar="ID", help="With --requests: part of a request's id.")] = "",
-    every: Annotated[bool, typer.Option("--all", help="Each session; with --requests, each request.")] = False,
+    every: Annotated[bool, typer.Option("--all", help="Show each session; with --requests, each request.")] = False,
     requests: Annotated[
         bool, typer.Option("--requests", help="Show last requests, and why each hit or missed.")
     ] = False,
@@ -342,12 +342,11 @@ def diff(
 
 def _namespace_of(admin: AdminClient, name: str) -> NamespaceInfo:
     """Return the namespace of the engine with this name, its first word, or pid; else of this label or fingerprint."""
-    found = {
-        fingerprint
-        for one in admin.sessions().sessions
-        if name and name in (str(one.pid), named := engine_name(one.name, one.role), named.partition(" ")[0])
-        for fingerprint in one.namespaces
-    }
+    found = set[bytes]()
+    for one in admin.sessions().sessions:
+        engine = engine_name(one.name, one.role)
+        if name and name in (str(one.pid), engine, engine.partition(" ")[0]):
+            found.update(one.namespaces)
     return admin.namespace(found.pop().hex() if len(found) == 1 else name)
 
 

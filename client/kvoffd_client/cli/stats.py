@@ -87,7 +87,7 @@ def stats(
 ) -> int:
     """Show what the daemon saved, and what it does.
 
-    Percentages are of all tokens of prompts, by source, and of the keys asked for, by miss. A key is a block's hash.
+    Percentages of sources are of all prompts' tokens, those of misses of the keys asked for. A key is a block's hash.
 
     Exit status: 0; 1 with tiers, if a disk or store is down; 2 an error.
     """

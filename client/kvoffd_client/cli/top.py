@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import select
 import signal
 import sys
@@ -121,6 +122,8 @@ class History:
     def __init__(self) -> None:
         self._latest: deque[DaemonStats] = deque()
         """Samples of the last ``NOW_S``, after the latest one before."""
+        self._before: dict[str, NamespaceStats] = {}
+        """Namespaces of the first of these, by id."""
         self.rates: deque[tuple[float, float]] = deque(maxlen=MAX_SAMPLES)
         """Tokens loaded and bytes stored per second, between consecutive samples."""
 
@@ -246,6 +249,7 @@ class Screen:
             line(f"Missed  {_misses(stats)}"),
         ]
         free -= _height(console, [*head, *middle, *tail, *below]) + CHARTS
+        # ``middle`` without cuts, and with a table in the place of the line of misses.
         more: list[RenderableType] = [*_lines(problems, width)[1:], *middle[len(problems) : -1], *_miss_table(stats)]
         if (added := _height(console, more) - _height(console, middle)) <= free:
             middle, free = more, free - added
@@ -488,6 +492,7 @@ def _clients(engines: Sequence[Engine], width: int) -> list[RenderableType]:
 
 
 def _lines(lines: Iterable[Line], width: int) -> list[RenderableType]:
+    """Return an empty line, then these, wrapped to the width."""
     return [Text(), *(Text(text, style) for text, style in wrapped(lines, width))]
 
 
@@ -569,6 +574,10 @@ def _handle_key(screen: Screen, key: str) -> None:
         screen.paused = not screen.paused
 
 
+ESCAPE_SEQUENCE = re.compile(r"\x1b(\[[0-9;]*[@-~]|O.)")
+"""Characters of a key such as Delete or F5; some of them are digits, which are other keys here."""
+
+
 @contextmanager
 def keyboard(live: Live) -> Iterator[Callable[[float], str]]:
     """Yield a function that waits up to ``seconds`` for keys and returns them; ``q`` if the terminal is gone.
@@ -581,7 +590,9 @@ def keyboard(live: Live) -> Iterator[Callable[[float], str]]:
     def pressed(seconds: float) -> str:
         if not select.select([terminal] if before else [], [], [], seconds)[0]:
             return ""
-        return os.read(terminal, 64).decode("ascii", "ignore") or "q"
+        if not (typed := os.read(terminal, 64)):
+            return "q"
+        return ESCAPE_SEQUENCE.sub("", typed.decode(errors="ignore"))
 
     def begin() -> None:
         if before:

@@ -221,9 +221,9 @@ NODES_HELP = """Replay a trace over several nodes, with several routers.
 
 Prints where the tokens of prompts come from, how many pools have a block, and the bytes over each link; for one pool
 that all nodes have together (the most that there is to gain), and for each router without and with what nodes share.
-Real are caches, policies, and what is written and read when. Models are the router, the store's eviction (least
-recently used), and time: a request is over when the next one comes, reads are never late, and first tokens take their
-bytes and tokens by --speeds. Without --policy it is learned.
+Caches, policies, and what is written and read when are the daemon's own. The router, the store's eviction (least
+recently used) and time are models: a request is over when the next one comes, reads are never late, and first tokens
+take their bytes and tokens by --speeds. Without --policy it is learned.
 """
 
 
@@ -330,7 +330,7 @@ def replay(
 ) -> int:
     """Replay a trace with several policies, sizes of pool and disk, and nodes.
 
-    Prints hits, writes and possible hits. A running daemon's pool is one size.
+    Prints hits, writes and possible hits. One size is a running daemon's pool.
     """
     if (found := find_spec("kvoffd")) is None or found.origin is None:
         raise CliError("Replay needs the package kvoffd, which is not installed here.")

@@ -55,6 +55,8 @@ MAX_PROMPTS = 200
 OWN_LINES = (400, 150, 45)
 """Lengths of the own prompts; a line is some ten tokens."""
 STATUS = {"PASS": 0, "FAIL": 1, "NOT JUDGED": 3}
+WORST_FIRST = "fault", "unclear", "tie", "same"
+"""Judgements of one answer."""
 
 
 def verify(
@@ -63,7 +65,7 @@ def verify(
         Path | None, typer.Option("--prompts", metavar="FILE", help="Your prompts: a line of text or JSON each.")
     ] = None,
     cold: Annotated[
-        str, typer.Option("--cold", metavar="URL", help="Compute with this second engine of the namespace.")
+        str, typer.Option("--cold", metavar="URL", help="A second engine, to compute what the first one loads.")
     ] = "",
     push_out: Annotated[
         bool, typer.Option("--push-out", help="Empty vLLM's cache by computing as much as it holds.")
@@ -119,7 +121,7 @@ def read_prompts(path: Path) -> list[Body]:
     """Return the prompts of a file; see ``body_of``. Raises CliError."""
     found: list[Body] = []
     try:
-        lines = path.read_text().split("\n")
+        lines = path.read_text("utf-8").split("\n")
     except UnicodeDecodeError:
         raise CliError(f"{path} is not UTF-8 text.") from None
     for number, line in enumerate(lines, 1):
@@ -194,34 +196,37 @@ class Case:
     """Loaded tokens by the request's id; requests that loaded none are absent."""
 
     def judge(self, nats: float) -> tuple[str, str]:
-        """Return ``same``, ``tie``, ``fault`` or ``unclear``, and how the answers compare.
+        """Return ``same``, ``tie``, ``fault`` or ``unclear``, and how the answers compare: the worst of the loads."""
+        if not self.computed.has_numbers:
+            return "unclear", "the computed answer has log probabilities that are not numbers"
+        if not self.loaded:
+            return "unclear", "nothing was loaded"
+        judged = [self._judge_load(self.loads[request], nats) for request in self.loaded]
+        return min(judged, key=lambda one: WORST_FIRST.index(one[0]))
+
+    def _judge_load(self, answer: Answer, nats: float) -> tuple[str, str]:
+        """Judge one loaded answer.
 
         A fault is what neither rounding explains, nor vLLM's own cache, whose answer may differ from the computed one.
         """
-        verdict, words = ("same", "") if self.loaded else ("unclear", "nothing was loaded")
-        if not self.computed.has_numbers:
-            return "unclear", "the computed answer has log probabilities that are not numbers"
-        for request in self.loaded:
-            found = difference(self.computed, answer := self.loads[request])
-            if found.within(nats) and found.at is None:
-                words = words or f"same {len(answer.tokens)} tokens within {found.farthest:.5f} nats"
-            elif found.within(nats):
-                verdict, words = "tie", f"tie at token {found.at}: {found.gap:.3f} nats apart"
-            elif difference(self.own, answer).within(nats):
-                verdict, words = "tie", "as from vLLM's own cache, which differs from computing"
-            elif not difference(self.computed, self.own).within(nats):
-                return "unclear", "vLLM's own cache differs from computing, too"
-            elif not answer.has_numbers:
-                return "fault", "FAULT: log probabilities that are not numbers"
-            elif found.at is None or found.farthest > nats:
-                return "fault", f"FAULT: {found.farthest:.3f} nats apart"
-            elif found.at == min(map(len, (answer.tokens, self.computed.tokens))):
-                return "fault", f"FAULT: {len(answer.tokens)} tokens, not {len(self.computed.tokens)}"
-            elif found.gap == inf:
-                return "fault", f"FAULT: token {found.at} is another, and not among the {LIKELIEST} likeliest"
-            else:
-                return "fault", f"FAULT: another token {found.at}, {found.gap:.3f} nats less likely"
-        return verdict, words
+        found = difference(self.computed, answer)
+        if found.within(nats) and found.at is None:
+            return "same", f"same {len(answer.tokens)} tokens within {found.farthest:.5f} nats"
+        if found.within(nats):
+            return "tie", f"tie at token {found.at}: {found.gap:.3f} nats apart"
+        if difference(self.own, answer).within(nats):
+            return "tie", "as from vLLM's own cache, which differs from computing"
+        if not difference(self.computed, self.own).within(nats):
+            return "unclear", "vLLM's own cache differs from computing, too"
+        if not answer.has_numbers:
+            return "fault", "FAULT: log probabilities that are not numbers"
+        if found.at is None or found.farthest > nats:
+            return "fault", f"FAULT: {found.farthest:.3f} nats apart"
+        if found.at == min(map(len, (answer.tokens, self.computed.tokens))):
+            return "fault", f"FAULT: {len(answer.tokens)} tokens, not {len(self.computed.tokens)}"
+        if found.gap == inf:
+            return "fault", f"FAULT: token {found.at} is another, and not among the {LIKELIEST} likeliest"
+        return "fault", f"FAULT: another token {found.at}, {found.gap:.3f} nats less likely"
 
 
 # --- asking ----------------------------------------------------------------------------------------
@@ -235,12 +240,20 @@ class Run:
         self.began = datetime.now(UTC)
         self.model, self.root = engine.model()
         self.id = f"kvoffd-verify-{uuid.uuid4().hex[:8]}"
+        """Beginning of the ids of all requests, by which the daemon's reports of them are found."""
         self.asked = 0
-        self.how = self.problem = ""
+        """Requests so far."""
+        self.how = ""
+        """Words for the page that say how prompts are loaded."""
+        self.problem = ""
+        """Sentence that says why the daemon of this node reports no request of the engine; empty if it may."""
         self.daemon = self.release = "unknown"
+        """Versions of the daemon and of vLLM."""
         self.prompts = 0
+        """Number of prompts that were to be computed; ``cases`` has those that were."""
         self.cases: list[Case] = []
         self.reports: dict[str, LoggedPrompt] = {}
+        """The daemon's reports by the request's id."""
 
     def play(self, bodies: Sequence[Body], push_out: bool) -> None:
         try:
@@ -402,17 +415,9 @@ class Run:
             verdict = verdict if verdict == "FAIL" else "NOT JUDGED"
         name = "unknown"
         if logged:
-            infos: dict[bytes, NamespaceInfo] = {}
-            with suppress(KvoffdClientError):  # the daemon has ended since: the verdict stands
-                infos = {one.namespace: one for one in self.admin.namespaces().namespaces}
-            own = infos.get(logged.namespace)
-            name = namespace_name(own.label if own else "", logged.namespace)
+            name, others = self._namespaces_of(logged)
             if verdict == "NOT JUDGED":
-                sentence += f" The last request: {request_sentence(logged)}"
-                others = {one.namespace for one in self.reports.values()} - {logged.namespace}
-                for other in others & infos.keys():
-                    differ = how_they_differ(own.description if own else "", infos[other].description)
-                    sentence += f" {self.cold.url if self.cold else 'It'} has another namespace: {differ}."
+                sentence += f" The last request: {request_sentence(logged)}{others}"
         by = "engine's reports" if logged else f"engine's usage ({self.problem.rstrip('.')})"
         return {
             "engine": f"{self.engine.url} at {self.began:%Y-%m-%d %H:%M:%S} UTC",
@@ -437,6 +442,18 @@ class Run:
             "verdict": verdict,
             "sentence": sentence,
         }
+
+    def _namespaces_of(self, logged: LoggedPrompt) -> tuple[str, str]:
+        """Return the name of a request's namespace, and sentences on how those of other requests differ from it."""
+        infos: dict[bytes, NamespaceInfo] = {}
+        with suppress(KvoffdClientError):  # the daemon has ended since: the verdict stands
+            infos = {one.namespace: one for one in self.admin.namespaces().namespaces}
+        own, sentences = infos.get(logged.namespace), ""
+        others = {one.namespace for one in self.reports.values()} - {logged.namespace}
+        for other in others & infos.keys():
+            differ = how_they_differ(own.description if own else "", infos[other].description)
+            sentences += f" {self.cold.url if self.cold else 'It'} has another namespace: {differ}."
+        return namespace_name(own.label if own else "", logged.namespace), sentences
 
     def _verdict(self, words: Sequence[str], *, counted: bool) -> tuple[str, str]:
         count, faults, unclear = len(words), words.count("fault"), words.count("unclear")

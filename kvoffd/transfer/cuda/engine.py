@@ -91,7 +91,7 @@ class GpuCopier:
         self._pinned = pinned  # keeps the flags, of which C has the address
         self._context = driver.current_context()
         self._batch = np.empty((3, STEP_PIECES), dtype=np.uint64)
-        to, of, sizes = (column.ctypes.data for column in self._batch)
+        destinations, sources, sizes = (column.ctypes.data for column in self._batch)
         with ExitStack() as undo:
             stream = driver.create_stream(urgent=direction is Direction.LOAD)
             undo.callback(driver.destroy_stream, stream)
@@ -99,11 +99,8 @@ class GpuCopier:
             for index in range(STEPS_IN_FLIGHT):
                 self._events[index] = event = driver.create_event()
                 undo.callback(driver.destroy_event, event)
-            calls = driver.copy_calls()
-            # A field is called at_NAME if NAME is a pointer in C.
             self._copying = _GpuCopying(
-                **{f"at_{name}": address for name, address in calls.items() if name != "has_fail_index"},
-                has_fail_index=calls.get("has_fail_index", 0),
+                **driver.copy_calls(),
                 stream=stream,
                 at_event=ctypes.addressof(self._events),
                 in_flight=STEPS_IN_FLIGHT,
@@ -116,8 +113,8 @@ class GpuCopier:
                 rows_bytes=ROWS_BYTES[direction],
                 fewest_rows=MIN_ROWS[direction],
                 most_rows=STEP_PIECES,
-                at_to=to,
-                at_from=of,
+                at_to=destinations,
+                at_from=sources,
                 at_sizes=sizes,
             )
             self._undo = undo.pop_all()
@@ -135,11 +132,11 @@ class GpuCopier:
         copying.pieces = len(plan.size)
         native().gpu_copy(ctypes.byref(copying), ctypes.byref(transfer.stop))
         if copying.lost:
-            driver.lose(driver.error(_CALLS[-1], copying.lost))
+            driver.lose(driver.error("cuStreamSynchronize", copying.lost))
         for at in range(copying.refusals):
             self._work.add(refused=1)
             error = driver.error(_CALLS[copying.refused[at]], copying.refused_status[at])
-            _log.warning("%s: such combined copies are not used from now on: %s", self._name, error.message)
+            _log.warning("%s: a combined copy was refused, its kind is not used again: %s", self._name, error.message)
         if copying.failed:
             raise driver.error(_CALLS[copying.failed], copying.status)
 
@@ -175,7 +172,7 @@ class GpuEngine(CopyEngine):
     ) -> None:
         copiers: dict[Direction, GpuCopier] = {}
         queues: dict[Direction, CopyQueue] = {}
-        with ExitStack() as undo:
+        with ExitStack() as undo:  # which stops both queues before it destroys a stream
             for one in Direction:
                 copier = copiers[one] = GpuCopier(driver, one, pinned, name, work[one])
                 undo.callback(copier.close)

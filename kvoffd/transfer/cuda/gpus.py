@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 from uuid import UUID
 
 from kvoffd.errors import KvoffdError, NoMoreThreads, refusal_of
@@ -30,8 +30,6 @@ _log = logging.getLogger(__name__)
 # A driver call of a control thread takes milliseconds, creating a context up to some seconds.
 HANGING_S = 15.0
 MAX_WAITING_TASKS = 64
-
-Found = TypeVar("Found")
 
 
 def _submit(thread: TaskThread, what: str, task: Callable[[], object]) -> None:
@@ -82,14 +80,9 @@ def find_device(devices: list[Device], uuid: bytes) -> Device:
     )
 
 
-def _outcome(work: Callable[[], Found]) -> Found | KvoffdError:
-    """Return the result of ``work``, or its error, so that a waiting caller always gets an answer."""
-    try:
-        return work()
-    except CudaError as error:
-        return KvoffdError(error.message, ErrorCode.COPY_FAILED)
-    except Exception as error:
-        return refusal_of(error)
+def _mapping_refusal(error: Exception) -> KvoffdError:
+    """Return the error for the client whose memory could not be mapped."""
+    return KvoffdError(error.message, ErrorCode.COPY_FAILED) if isinstance(error, CudaError) else refusal_of(error)
 
 
 class Gpu:
@@ -104,9 +97,10 @@ class Gpu:
         self._control = TaskThread(f"kvoffd-gpu-{device.ordinal}", clock)
         self._handles = OpenHandles(pool.driver, device.ordinal)
         self._registrations = 0
-        # Written by the control thread, read by others.
         self.engine: GpuEngine | None = None
+        """Written by the control thread, read by others."""
         self._context = ExitStack()
+        """Keeps the device's context while there is an engine."""
 
     @property
     def problem(self) -> str | None:
@@ -120,7 +114,15 @@ class Gpu:
         )
 
     def map(self, exports: Sequence[IpcExport | VmmExport], on_mapped: OnMapped) -> None:
-        _submit(self._control, str(self.device), lambda: on_mapped(_outcome(lambda: self._map(exports))))
+        def map_and_answer() -> None:
+            result: EngineMemory | KvoffdError
+            try:
+                result = self._map(exports)
+            except Exception as error:
+                result = _mapping_refusal(error)
+            on_mapped(result)
+
+        _submit(self._control, str(self.device), map_and_answer)
 
     def close(self, timeout_s: float) -> bool:
         return self._control.close(timeout_s)
@@ -213,15 +215,15 @@ class Gpus:
         self.integrated = 0
         """Number of GPUs that take the host's memory, once they were looked for."""
         self._finder: TaskThread | None = None
-        self._missing = ""
-        """Sentence why there is no driver."""
-        self._refusal = ""
-        """The last refusal that was logged."""
+        """Thread that lists the devices, made at the first use: on most machines nobody asks for a GPU."""
+        self._why_no_driver = ""
+        self._logged_refusal = ""
+        """Message of the last refusal, which is not logged again: engines retry."""
         self._pool: PinnedPool | None = None
         try:
             driver = Cuda(library)
         except CudaError as error:
-            self._missing = error.message
+            self._why_no_driver = error.message
         else:
             self._pool = PinnedPool(driver, pool_address, pool_bytes, linger_s=pin_linger_s)
 
@@ -257,7 +259,7 @@ class Gpus:
 
         def pin() -> None:
             try:
-                first, *_ = self._list_devices(pool.driver)
+                first, *_ = self._known_devices(pool.driver)
                 pool.pin(first.ordinal)
             except (CudaError, NoMoreThreads) as error:
                 _log.info("The pool is not pinned until an engine on a GPU registers: %s", error.message)
@@ -272,7 +274,7 @@ class Gpus:
         driver or too many requests are queued.
         """
         if (pool := self._pool) is None:
-            raise KvoffdError(self._missing, ErrorCode.UNSUPPORTED)
+            raise KvoffdError(self._why_no_driver, ErrorCode.UNSUPPORTED)
         with self._lock:
             gpu = self._gpus.get(uuid)
         if gpu is not None:
@@ -280,11 +282,13 @@ class Gpus:
             return
 
         def find() -> None:
-            refusal = _outcome(lambda: self._find_gpu(pool, uuid).map(exports, on_mapped))
-            if refusal is not None:
-                if refusal.message != self._refusal:  # engines retry
+            try:
+                self._find_gpu(pool, uuid).map(exports, on_mapped)
+            except Exception as error:
+                refusal = _mapping_refusal(error)
+                if refusal.message != self._logged_refusal:
                     _log.warning("Engines on a GPU cannot register: %s", refusal.message)
-                self._refusal = refusal.message
+                self._logged_refusal = refusal.message
                 on_mapped(refusal)
 
         self._in_finder(find)
@@ -322,14 +326,14 @@ class Gpus:
 
     def _find_gpu(self, pool: PinnedPool, uuid: bytes) -> Gpu:
         """Return the GPU. Runs in the finder's thread. Raises NoSuchGpu, CudaError."""
-        device = find_device(self._list_devices(pool.driver), uuid)
+        device = find_device(self._known_devices(pool.driver), uuid)
         with self._lock:
             if uuid not in self._gpus:
                 self._gpus[uuid] = Gpu(device, pool, self._work, self._clock)
             return self._gpus[uuid]
 
-    def _list_devices(self, driver: Cuda) -> list[Device]:
-        """Return all devices. Runs in the finder's thread. Raises CudaError, also if there are none."""
+    def _known_devices(self, driver: Cuda) -> list[Device]:
+        """Return all devices, at least one. Asks the driver once, in the finder's thread. Raises CudaError."""
         if not self._devices:
             self._devices = list_devices(driver)
             integrated = [one for one in self._devices if driver.is_integrated(one.ordinal)]

@@ -41,6 +41,12 @@ class PinnedPool:
     Chunks begin at addresses that are multiples of ``chunk_bytes``, where ``gpu_copy.c`` splits pieces.
 
     The pool's address is page-aligned, and its pages must be touched. ``chunk_bytes`` are pinned at a time.
+
+    | state                             | ``_device``       | ``_keeps_pinned`` | left by                          |
+    |-----------------------------------|-------------------|-------------------|----------------------------------|
+    | unpinned, or being unpinned       | None              | False             | ``pin``                          |
+    | to be pinned, once that has ended | the GPU that pins | False             | the thread; ``_unpin_if_due``    |
+    | pinned, or being pinned           | None              | True              | ``_unpin_if_due``                |
     """
 
     def __init__(
@@ -59,7 +65,7 @@ class PinnedPool:
         self._device: int | None = None
         """GPU in whose context the thread must pin next, if any."""
         self._unpin_at = _NEVER
-        """Time to unpin (``time.monotonic``)."""
+        """Time to unpin (``time.monotonic``); _NEVER from ``pin`` until the last GPU leaves."""
         self._keeps_pinned = False
         """Whether the thread pins chunks, or keeps them pinned; False from when it must unpin them."""
         self._closed = False
@@ -104,9 +110,11 @@ class PinnedPool:
     def progress(self) -> PinProgress:
         """Current progress. After the last release it shows the pinned bytes until all are unpinned."""
         with self._change:
-            pinned, refused = self._pinned_bytes, self._refused_bytes if self._keeps_pinned else 0
-            if self._users and not self._keeps_pinned:
-                pinned = 0  # still pinned for earlier GPUs, not for this one
+            pinned, refused = self._pinned_bytes, self._refused_bytes
+            if not self._keeps_pinned:
+                refused = 0
+                if self._users:
+                    pinned = 0  # still pinned for earlier GPUs, not for these
             gpu_bytes = self._gpu_bytes if pinned else 0
         return PinProgress(min(pinned, self._size_bytes), min(refused, self._size_bytes), gpu_bytes)
 

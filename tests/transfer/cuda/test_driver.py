@@ -36,7 +36,7 @@ def test_a_batch_is_called_in_the_form_the_driver_knows(stub: StubCuda) -> None:
     for version, form in ((12080, 12080), (12090, 12080), (13000, 13000), (13020, 13000)):
         stub.set("version", version)
         with case(version):
-            assert stub.driver().copy_calls()["batch"]
+            assert stub.driver().copy_calls()["at_batch"]
             assert [line for line in stub.log() if line.startswith("batch form")][-1] == f"batch form {form}"
 
 
