@@ -251,10 +251,12 @@ class PromotionSource:
         for queue in self.read_order.queues():
             if queue.blocked is None:
                 continue
-            # A new reservation unblocks the queue. One that it had before says nothing about slots: a read is tried, which
-            # unblocks it if there are some by now.
+            # A new reservation unblocks the queue. One that it had before says nothing about slots: in its turn a read
+            # is tried, which unblocks it if there are some by now.
             is_reserved = queue.blocked.reason is NotRead.NO_SPACE and self._promotions.reserve(queue)
-            if is_reserved and queue.blocked is not None and queue.blocked.since <= since:
+            if is_reserved and queue.blocked is not None and queue.blocked.since <= since and not is_away:
+                if not self.reads.free_blocks(queue.group.block_bytes):
+                    continue
                 self._begin_batch(queue, list(islice(queue.fills, 1)))
             if queue.blocked is None or queue.blocked.since > since:
                 continue

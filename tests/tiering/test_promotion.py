@@ -954,6 +954,28 @@ def test_prefetches_of_a_namespace_do_not_wait_for_all_those_of_another() -> Non
     rig.check()
 
 
+def test_what_was_blocked_for_long_takes_its_turn_all_the_same(rig: TieringHarness) -> None:
+    space, most_bytes = rig.open(), rig.slots.pool_bytes // 8
+    rig.put_in_tier(space, keys_of(1, 2, 3))
+    stored = rig.begin(space, 0, 0, keys_of(*range(100, 100 + len(rig.slots.in_use))))
+    for number in (1, 2, 3):
+        look_up(rig, space, number, keys_of(number), session=number)
+    rig.tiering.pump()
+    assert not rig.tier.jobs, "there are no slots"
+    rig.cache.stores.abort(stored)
+    rig.clock.now += QUIET.deadline_s - 1.0
+    rig.tiering.pump()
+    assert rig.source.reads.under_way_bytes == most_bytes == 2 * UNIT
+    rig.clock.now += 1.0
+    rig.tiering.tick()
+    assert rig.source.reads.under_way_bytes == most_bytes, "as many are read at once as may be"
+    assert not rig.source.failures
+    rig.bring_up()
+    rig.bring_up()
+    assert look_up(rig, space, 4, keys_of(1, 2, 3)) == bytes([READY] * 3)
+    rig.check()
+
+
 @pytest.mark.parametrize("policy", POLICY_NAMES)
 def test_what_a_prefetch_brings_up_behind_an_old_root_is_not_evicted_next(policy: str) -> None:
     rig = TieringHarness(settings=QUIET, regions=4, policy=policy)
