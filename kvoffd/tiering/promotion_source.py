@@ -142,13 +142,13 @@ class PromotionSource:
                     queue.blocked = Blocked(NotRead.NO_SPACE, self._clock() - self.patience_s)
                 continue
             if block_bytes >= too_large_bytes:
-                self._promotions.block(queue, NotRead.NO_SPACE)
+                self._promotions.set_blocked(queue, NotRead.NO_SPACE)
                 continue
             while queue.fills:
                 if not (count := min(most, self.reads.free_blocks(block_bytes))):
                     if not most or self.reads.under_way:  # the next call, at the latest the end of a read, continues
                         return
-                    self._promotions.block(queue, NotRead.OVERDUE)  # by reads that were given up and have not ended
+                    self._promotions.set_blocked(queue, NotRead.OVERDUE)  # by reads that were given up
                     break
                 batch = list(islice(queue.fills, count))
                 most -= len(batch)
@@ -180,10 +180,10 @@ class PromotionSource:
             return _BatchEnd.ALL_BEGUN
         cause = self._cache.space.no_space_cause(group)
         if cause in ("pinned", "writing"):  # it gets slots once others end
-            promotions.block(queue, NotRead.NO_SPACE)
+            promotions.set_blocked(queue, NotRead.NO_SPACE)
             return _BatchEnd.NO_SLOTS
         for fill in list(queue.fills):
-            promotions.fail(fill, NotRead.QUOTA if cause == NotRead.QUOTA else NotRead.NO_SPACE)
+            promotions.fail(fill, NotRead.QUOTA if cause == "quota" else NotRead.NO_SPACE)
         return _BatchEnd.ALL_BEGUN
 
     def _begin_reads(self, queue: FillQueue, tickets: dict[Fill, FillTicket]) -> bool:

@@ -395,7 +395,7 @@ class Promotions:
                     one.is_reserved, one.blocked = True, None
                     self._count_reserved(one.source.read_order, one.queued_bytes)
                 return True
-        self.block(queue, NotRead.NO_SPACE)
+        self.set_blocked(queue, NotRead.NO_SPACE)
         return False
 
     def _fits(self, queue: FillQueue, together: Sequence[FillQueue], leasable: int) -> bool:
@@ -421,7 +421,7 @@ class Promotions:
         order.reserved_bytes += nbytes
         self._cache.leases.withheld_bytes += nbytes
 
-    def block(self, queue: FillQueue, reason: NotRead) -> None:
+    def set_blocked(self, queue: FillQueue, reason: NotRead) -> None:
         """Record why a queue cannot begin now. The time since which it cannot stays."""
         queue.blocked = Blocked(reason, queue.blocked.since if queue.blocked else self._clock())
 

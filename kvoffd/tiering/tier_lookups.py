@@ -91,8 +91,9 @@ class LookupPart:
         """The answer for these keys, which is changed through this view."""
         self.fills: Mapping[bytes, Fill] = promotions.unsettled.get(self.block_group.tag, {})
         """Unsettled fills of any keys of the group; those that this lookup adds may be missing."""
-        self.asked, self.start = lookup.asked[number] if lookup.asked is not None else None, start
-        """``asked``: the counts of the group's keys; None if they were counted before."""
+        self.start = start
+        self.asked = lookup.asked[number] if lookup.asked is not None else None
+        """Counts of the group's keys; None if they were counted before."""
         self.unfound: list[int] = []
         """Keys that are neither in the pool nor on their way, nor in a tier that was asked."""
         if any(self.states):  # FREE is 0
@@ -131,7 +132,7 @@ class LookupPart:
             answers = [(source, answer) for source, answer in answers if any(answer.states)]  # ABSENT is 0
             self.found_by.update((source.tier.name, None) for source, _ in answers)
             if len(answers) == 1:
-                ((source, (states, _)),) = answers
+                source, (states, _) = answers[0]
                 self.there.update(dict.fromkeys(compress(self.unfound, states.translate(_IS_PRESENT)), source))
                 self.asking.update(dict.fromkeys(compress(self.unfound, states.translate(_IS_ASKED)), (source.tier,)))
                 self.unfound = list(compress(self.unfound, states.translate(_IS_ABSENT)))
@@ -207,7 +208,8 @@ class TierLookups:
         self, lease: Lease, groups: Sequence[tuple[int, bytes]], states: list[bytes], asked: Sequence[AskedKeys] | None
     ) -> list[bytes]:
         """Return the states that a lookup reports: see ``TierHooks``."""
-        namespace, lease.wait_s = lease.namespace, 0.0
+        namespace = lease.namespace
+        lease.wait_s = 0.0
         steps = self._steps_for(lease, asked)
         if not steps or not groups or not namespace.groups[groups[0][0]].lengths:  # not all ranks have registered
             return states
