@@ -384,13 +384,13 @@ class Promotions:
         """
         if queue.is_reserved:
             return True
-        leasable = self._cache.leases.leasable_bytes
+        leasable_bytes = self._cache.leases.leasable_bytes
         if queue.session == NO_SESSION:
-            if queue.group.block_bytes <= leasable:
+            if queue.group.block_bytes <= leasable_bytes:
                 return True
         else:
             together = [one for one in queue.prompt.queues if not one.is_reserved]
-            if self._fits(queue, together, leasable):
+            if self._fits(queue, together, leasable_bytes):
                 for one in together:
                     one.is_reserved, one.blocked = True, None
                     self._count_reserved(one.source.read_order, one.queued_bytes)
@@ -398,24 +398,24 @@ class Promotions:
         self.set_blocked(queue, NotRead.NO_SPACE)
         return False
 
-    def _fits(self, queue: FillQueue, together: Sequence[FillQueue], leasable: int) -> bool:
+    def _fits(self, queue: FillQueue, together: Sequence[FillQueue], leasable_bytes: int) -> bool:
         """Return whether leases may pin all blocks of a queue and of those that get space together with it.
 
         What a store is being asked for, for the same prompt, needs space too. It counts within the queue's patience
         only: the engine may never look it up again. Once it does not count, the prompt may use what other sources have
-        reserved and will not have filled by the time that it is read and loaded.
+        reserved and will not have filled by the time that it is read, and loaded within the patience.
         """
-        if leasable >= self._cache.leases.most_bytes:  # all there is: to wait would give no more
+        if leasable_bytes >= self._cache.leases.most_bytes:  # all there is: to wait would give no more
             return True
         lease, patience_s = queue.prompt.lease, queue.source.patience_s
         waited_s = self._clock() - queue.blocked.since if queue.blocked else 0.0
         asked_bytes = lease.asking_bytes if lease.active and waited_s < patience_s else 0
-        nbytes = sum([one.queued_bytes for one in together]) + asked_bytes
-        if nbytes > leasable and not asked_bytes:
+        wanted_bytes = sum([one.queued_bytes for one in together]) + asked_bytes
+        if wanted_bytes > leasable_bytes and not asked_bytes:
             read_s = max(one.queued_bytes / (one.source.reads.speed.current or inf) for one in together)
             others = [one for one in self._sources if one is not queue.source]
-            leasable += sum([_unfilled_after(one, patience_s + read_s) for one in others])
-        return nbytes <= leasable
+            leasable_bytes += sum([_unfilled_after(one, patience_s + read_s) for one in others])
+        return wanted_bytes <= leasable_bytes
 
     def _count_reserved(self, order: ReadOrder, nbytes: int) -> None:
         order.reserved_bytes += nbytes
@@ -536,7 +536,9 @@ def _bytes_until(order: ReadOrder, its_queues: Collection[FillQueue], awaited: C
     Of an owner these are all queues up to its last one of them; of each other owner as many bytes at most, since they
     share the source. Blocked queues are passed over.
     """
-    most, total, others = 0, 0, list[dict[FillQueue, None]]()
+    most_bytes = total_bytes = 0
+    """The most bytes of one owner of its queues, and the bytes of all owners."""
+    others = list[dict[FillQueue, None]]()
     for of_owner in order.awaited.by_owner.values():
         left = sum(queue in of_owner for queue in its_queues)
         if not left:
@@ -553,16 +555,16 @@ def _bytes_until(order: ReadOrder, its_queues: Collection[FillQueue], awaited: C
                 behind_last_awaited = takewhile(lambda fill: fill not in awaited, reversed(queue.fills))
                 nbytes -= sum(1 for _ in behind_last_awaited) * queue.group.block_bytes
                 break
-        most, total = max(most, nbytes), total + nbytes
+        most_bytes, total_bytes = max(most_bytes, nbytes), total_bytes + nbytes
     for of_owner in others:
         nbytes = 0
         for queue in of_owner:
             if queue.blocked is None:
                 nbytes += queue.unread_bytes
-            if nbytes >= most:
+            if nbytes >= most_bytes:
                 break
-        total += min(nbytes, most)
-    return total
+        total_bytes += min(nbytes, most_bytes)
+    return total_bytes
 
 
 def _unfilled_after(source: PromotionSource, seconds: float) -> int:
