@@ -29,6 +29,7 @@ READ_FAILURES = frozenset(
 )
 """Reasons why a block that a tier had did not come, as the block table remembers them."""
 _WHILE_DOWN = bytes(MissReason.TIER_DOWN if reason in ABSENT_REASONS else reason for reason in range(256))
+"""Table for ``translate``: what a lookup found absent may be in the tier that was down."""
 NOT_FOR_SPACE = (
     MissReason.UNKNOWN,
     MissReason.COMPUTING,
@@ -40,9 +41,10 @@ NOT_FOR_SPACE = (
 """Reasons of keys that no pool of any size would have had, or of which that is not known."""
 TAKEN_AT_ONCE = 64
 """Prompts of a session that is gone which are counted in one step."""
-MAX_UNCOUNTED_BYTES, PART_BYTES = 32 << 20, 1024
-"""Limit of the memory of prompts that wait for a report, and what each lookup of a group takes besides its keys, about.
-Beyond the limit the oldest prompt is counted without a report."""
+MAX_UNCOUNTED_BYTES = 32 << 20
+"""Limit of the memory of prompts that wait for a report. Beyond it the oldest is counted without one."""
+PART_BYTES = 1024
+"""Memory that the lookup of a group takes there besides its keys, about."""
 
 
 class AskedKeys:
@@ -83,10 +85,6 @@ class AskedKeys:
     def tier_answered(self, name: str) -> None:
         """Take back that a tier is down: it has said which keys it lacks."""
         self.down = tuple(down for down in self.down if down != name)
-
-    def tier_has_some(self, name: str) -> None:
-        if name not in self.sources:
-            self.sources += (name,)
 
     def found(self, chain: Chain, reasons: bytes) -> None:
         """Record what the lookup found."""
@@ -184,7 +182,7 @@ def settle_prompt(
         coming_end = covered_end + _take(coming, index, count - covered_end)
         part.namespace.counters.covered_keys += covered_end
         if outcome.unloaded is None and IN_A_TIER in part.reasons[coming_end:]:
-            _take_failed_reads(part.reasons, coming_end, reasons_now(part.chain, coming_end))
+            _set_failed_reads(part.reasons, coming_end, reasons_now(part.chain, coming_end))
         bounds.append((part, covered_end, coming_end))
     tables = _tables(outcome, b"".join([part.reasons[covered_end:] for part, covered_end, _ in bounds]))
     for part, covered_end, coming_end in bounds:
@@ -209,7 +207,7 @@ def _chain_of(part: AskedKeys, own: int) -> Chain:
     return part.chain._replace(findable=_findable(part.reasons, own))
 
 
-def _take_failed_reads(reasons: bytearray, first: int, now: bytes) -> None:
+def _set_failed_reads(reasons: bytearray, first: int, now: bytes) -> None:
     """Set the reasons of keys from ``first`` on that a tier had, and that a later lookup of the prompt did not get."""
     for at, reason in enumerate(now, first):
         if reasons[at] == IN_A_TIER and reason in READ_FAILURES:

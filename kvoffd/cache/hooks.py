@@ -83,7 +83,7 @@ class TierHooks(Protocol):
         """A lookup found these blocks READY."""
 
     def stored(self, blocks: BlockIds) -> None:
-        """A store made these blocks READY. It is not called for a fill, whose end the tiers hear from ``end_fill``."""
+        """A store made these blocks READY. It is not called for a fill, which the tiers end themselves."""
 
     def evicted(self, blocks: BlockIds) -> None:
         """These READY blocks are about to be evicted. Their keys and bytes are still present."""

@@ -343,37 +343,29 @@ class BlockStores:
 
     # --- fills -----------------------------------------------------------------------------------
 
-    def begin_fill(self, group: Group, keys: Sequence[bytes]) -> dict[int, FillTicket | None]:
-        """Allocate slots of all ranks for keys from a tier. Returns, by the index of each key without a block, a
-        ticket, or None if there is no space. Raises BadGeometry."""
+    def begin_fills(self, group: Group, keys: Sequence[bytes]) -> list[FillTicket]:
+        """Allocate slots of all ranks for different keys without a block. Returns a ticket for each of the first keys,
+        as far as there is space. Raises BadGeometry."""
         if not group.sizes:
             raise BadGeometry("Not all ranks of the namespace have registered; register them first.")
-        states, _ = self._blocks.find(group, b"".join(keys))
-        first: dict[bytes, int] = {}
-        for index, (key, state) in enumerate(zip(keys, states, strict=True)):
-            if state == FREE:
-                first.setdefault(key, index)
-        slots = self._space.take(group, b"".join(first), inf, ANY_PROMPT)
+        slots = self._space.take(group, b"".join(keys), inf, ANY_PROMPT)
         self._blocks.prompt[slots[:, 0]] = self._blocks.last_prompt
         self._life.begin_all_writes(slots)
-        tickets: dict[int, FillTicket | None] = dict.fromkeys(first.values())
-        for index, of_block, offsets in zip(
-            first.values(), slots, self._life.slots.offsets(slots).tolist(), strict=False
-        ):
-            tickets[index] = FillTicket(group, of_block, offsets)
-        return tickets
+        by_block = zip(slots, self._life.slots.offsets(slots).tolist(), strict=True)
+        return [FillTicket(group, of_ranks[:1], of_ranks, offsets) for of_ranks, offsets in by_block]
 
-    def end_fill(self, ticket: FillTicket, first_blocks: Sequence[int], checksums: Sequence[int]) -> bool:
-        """End a fill. Both arguments are by rank, and empty if the block was not read completely. Returns whether it
-        became READY."""
-        group, slots = ticket.group, ticket.slots
-        if not checksums:
-            self._life.end_writes(group, slots[:1], slots)
-            return False
-        ready = self._life.publish(group, np.repeat(slots[:1], len(slots)), slots, first_blocks, checksums)
+    def commit_fill(self, ticket: FillTicket, first_blocks: Sequence[int], checksums: Sequence[int]) -> bool:
+        """End a fill whose bytes are all there; both arguments are by rank. Returns whether its block became READY: it
+        may have been dropped since."""
+        ranks = len(ticket.slots)
+        ready = self._life.publish(ticket.group, ticket.blocks.repeat(ranks), ticket.slots, first_blocks, checksums)
         if ready.size:
             self._order.share(ready)  # it may be anybody's
         return bool(ready.size)
+
+    def abort_fill(self, ticket: FillTicket) -> None:
+        """End a fill that did not get all bytes, and free its slots."""
+        self._life.end_writes(ticket.group, ticket.blocks, ticket.slots)
 
     def order_chain(self, group: Group, keys: bytes) -> None:
         """Make the READY blocks of different keys of a chain, root first, each older than the one before it, for the

@@ -141,14 +141,12 @@ class FillTicket:
     """A block that is being read from a tier, for all ranks."""
 
     group: Group
+    blocks: BlockIds
+    """The block alone."""
     slots: SlotIds
-    """Slots by rank."""
+    """Its slots by rank."""
     offsets: list[int]
     """Pool offsets of the slots in bytes."""
-
-    @property
-    def blocks(self) -> BlockIds:
-        return self.slots[:1]
 
 
 @dataclass(slots=True, eq=False)

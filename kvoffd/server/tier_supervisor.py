@@ -130,7 +130,7 @@ class TierSupervisor:
         """Time of an open namespace's first lookup, when stores and peers were asked whether it was cleared. -inf once
         all have answered, or FOLLOW_S later."""
         if tiering is not None:
-            tiering.lookups.is_behind = self.ask_if_behind
+            tiering.lookups.ask_if_behind = self.ask_if_behind
 
     def start(self, stores: OpenStores) -> None:
         """Start to open the configured tiers; ``stores`` are those of ``shared_stores``. Raises NoMoreThreads."""
@@ -274,10 +274,13 @@ class TierSupervisor:
 
     def tick(self) -> None:
         """Do periodic work. A part that raises does not keep the others from it."""
-        parts: list[Callable[[], object]] = [] if self.peers.server is None else [self.peers.server.tick]
+        parts: list[Callable[[], object]] = []
+        if self.peers.server is not None:
+            parts.append(self.peers.server.tick)
         if self.tiering is not None:
             parts += [partial(tier.clears.poll, self._cache.namespaces) for tier in self._every_shared]
-            parts += [self.peers.places.tick] if self.peers.places is not None else []
+            if self.peers.places is not None:
+                parts.append(self.peers.places.tick)
             parts += [self._forget_closed, self.tiering.tick]
             parts += [*(disk.sample_errors for disk in self.disks), self._save_spent]
         call_each(parts)
@@ -367,7 +370,7 @@ class TierSupervisor:
                 partial(self._close_helper, until),
             )
         )
-        return False not in ended
+        return False not in ended  # those that close nothing return None
 
     def _stop_tiering(self) -> None:
         if self.tiering is not None:

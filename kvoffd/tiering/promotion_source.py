@@ -6,8 +6,9 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from enum import Enum, auto
 from functools import partial
-from itertools import islice, takewhile
+from itertools import compress, islice, takewhile
 from math import inf
+from operator import not_
 from typing import TYPE_CHECKING
 
 from kvoffd.cache.block_table import CAME, IN_A_TIER
@@ -28,13 +29,16 @@ if TYPE_CHECKING:
 
 MAX_FILLING_BYTES = 2**30
 """Limit of the pool bytes used by reads from all disks, or from one store: at most this, and an eighth of the pool."""
-MAX_BEGUN, BEGUN_PER_END = 64, 16
-"""Limits of the blocks begun by one call of ``pump``, and by the end of a read if at most half of the bytes that may be
-under way are: evicting for a few blocks takes as long as for many. Their slots are allocated together, so that
-neighbours in the queue are neighbours in the pool."""
-MAX_LOOKED_AT, MAX_WITHOUT_SPACE = 4096, 256
-"""Queues of which ``pump`` begins some, or finds that they have no space; and those that may wait for space: blocks of
-further ones are better computed."""
+MAX_BEGUN = 64
+"""Limit of the blocks begun by one call of ``pump``. Their slots are allocated together, so that neighbours in the
+queue are neighbours in the pool."""
+BEGUN_PER_END = 16
+"""The same for the end of a read, which begins others only if at most half of the bytes that may be under way are:
+evicting for a few blocks takes as long as for many."""
+MAX_LOOKED_AT = 4096
+"""Limit of the queues that one call of ``pump`` looks at."""
+MAX_WITHOUT_SPACE = 256
+"""Queues that may wait for space; blocks of further ones are better computed."""
 ENDED_AT_ONCE = 256
 """Blocks without space, or overdue, that are failed at a time, in a millisecond or two: ``background`` continues."""
 UNMEASURED_BYTES = 64 * 2**20
@@ -53,7 +57,7 @@ class _BatchEnd(Enum):
     """All of them were begun, or settled."""
     NO_SLOTS = auto()
     """The pool has no slots for the rest."""
-    TIER_FULL = auto()
+    TIER_BUSY = auto()
     """The tier accepts no more reads now."""
 
 
@@ -124,82 +128,88 @@ class PromotionSource:
         """Begin up to ``most`` fills that may begin now, in the order of the queues. Blocked ones are passed over."""
         if self._stopped:
             return
-        several = len(self.read_order.awaited.by_owner) > 1 or len(self.read_order.prefetched.by_owner) > 1
-        unreserved = 0  # queues
-        too_large = inf  # the least bytes of a block for which the pool has no slots now
+        unreserved = 0
+        """Number of queues that have no space."""
+        too_large_bytes = inf
+        """Size of the smallest block for which the pool has no slots now."""
         for queue in islice(self.read_order.queues(), MAX_LOOKED_AT):
-            if not queue.fills:
+            block_bytes = queue.group.block_bytes
+            if not queue.fills:  # all of it is under way
                 continue
             if not self._promotions.reserve(queue):
                 unreserved += 1
                 if unreserved > MAX_WITHOUT_SPACE:  # as if it had waited long enough: the next tick fails it
                     queue.blocked = Blocked(NotRead.NO_SPACE, self._clock() - self.patience_s)
                 continue
-            if queue.group.block_bytes >= too_large:
-                self._promotions.block(queue, NotRead.NO_SPACE)
+            if block_bytes >= too_large_bytes:
+                self._promotions.set_blocked(queue, NotRead.NO_SPACE)
                 continue
             while queue.fills:
-                if not (count := min(most, self.reads.free_blocks(queue.group.block_bytes))):
-                    if not most or self.reads.under_way:
+                if not (count := min(most, self.reads.free_blocks(block_bytes))):
+                    if not most or self.reads.under_way:  # the next call, at the latest the end of a read, continues
                         return
-                    self._promotions.block(queue, NotRead.OVERDUE)  # by reads that were given up and have not ended
+                    self._promotions.set_blocked(queue, NotRead.OVERDUE)  # by reads that were given up
                     break
                 batch = list(islice(queue.fills, count))
                 most -= len(batch)
-                before_bytes = self.reads.under_way_bytes
                 ended_by = self._begin_batch(queue, batch)
-                if several and (begun_bytes := self.reads.under_way_bytes - before_bytes):
-                    self.read_order.count_begun(queue, begun_bytes)
-                if ended_by is _BatchEnd.TIER_FULL:
+                if ended_by is _BatchEnd.TIER_BUSY:
                     return
                 if ended_by is _BatchEnd.NO_SLOTS:
-                    too_large = queue.group.block_bytes
+                    too_large_bytes = block_bytes
                     break
 
     def _begin_batch(self, queue: FillQueue, batch: Sequence[Fill]) -> _BatchEnd:
         """Begin to read the first fills of a queue, as far as there is space. Settle those that cannot be read."""
+        stores, promotions, group = self._cache.stores, self._promotions, queue.group
         try:
-            ended_by = self._begin_reads(batch, self._cache.stores.begin_fill(queue.group, [one.key for one in batch]))
+            states, _ = self._cache.blocks.find(group, b"".join([fill.key for fill in batch]))
+            for fill in compress(batch, states):  # the pool has its block by now: FREE is 0
+                promotions.settle(fill, CAME)
+            lacking = list(compress(batch, map(not_, states)))
+            tickets = stores.begin_fills(group, [fill.key for fill in lacking])
+            is_busy = not self._begin_reads(queue, dict(zip(lacking, tickets, strict=False)))
         except BaseException:
             for fill in batch:  # lookups must not wait for fills that are neither running nor queued
                 if fill.state is FillState.QUEUED:
-                    self._promotions.fail(fill, Result.FAILED)
+                    promotions.fail(fill, Result.FAILED)
             raise
-        if ended_by is _BatchEnd.NO_SLOTS:
-            cause = self._cache.space.no_space_cause(queue.group)
-            if cause in ("pinned", "writing"):  # it gets slots once others end
-                self._promotions.block(queue, NotRead.NO_SPACE)
-                return ended_by
-            for fill in list(queue.fills):
-                self._promotions.fail(fill, NotRead.QUOTA if cause == NotRead.QUOTA else NotRead.NO_SPACE)
+        if is_busy:
+            return _BatchEnd.TIER_BUSY
+        if len(tickets) == len(lacking):
             return _BatchEnd.ALL_BEGUN
-        return ended_by
+        cause = self._cache.space.no_space_cause(group)
+        if cause in ("pinned", "writing"):  # it gets slots once others end
+            promotions.set_blocked(queue, NotRead.NO_SPACE)
+            return _BatchEnd.NO_SLOTS
+        for fill in list(queue.fills):
+            promotions.fail(fill, NotRead.QUOTA if cause == "quota" else NotRead.NO_SPACE)
+        return _BatchEnd.ALL_BEGUN
 
-    def _begin_reads(self, batch: Sequence[Fill], tickets: dict[int, FillTicket | None]) -> _BatchEnd:
-        """Begin to read fills into the slots of ``tickets``: see ``BlockStores.begin_fill``. What gets no slots, or is
-        not accepted by the tier now, stays queued."""
-        ended_by = _BatchEnd.ALL_BEGUN
+    def _begin_reads(self, queue: FillQueue, tickets: dict[Fill, FillTicket]) -> bool:
+        """Begin to read fills of a queue into the slots of their tickets; return False if the tier accepts no more now.
+        The others stay queued then."""
+        before_bytes, unused = self.reads.under_way_bytes, dict(tickets)
         try:
-            for number, fill in enumerate(batch):
-                if number not in tickets:  # the pool has the block by now
-                    self._promotions.settle(fill, CAME)
-                elif (ticket := tickets[number]) is None:
-                    ended_by = _BatchEnd.NO_SLOTS
-                elif self.reads.begin(fill, ticket, partial(self._on_end, fill)):
-                    del tickets[number]  # its slots are the read's from now on
-                    del fill.queue.fills[fill]
-                    self._promotions.count(fill.queue, queued=-1, under_way=1)
-                    fill.queue.blocked = None
+            for fill, ticket in tickets.items():
+                if self.reads.begin(fill, ticket, partial(self._on_end, fill)):
+                    del unused[fill]  # its slots are the read's from now on
+                    del queue.fills[fill]
+                    self._promotions.count(queue, queued=-1, under_way=1)
+                    queue.blocked = None
                 elif not self.tier.available():
                     self._promotions.fail(fill, Result.DEADLINE)
                 elif self._is_gone(fill):
                     self._promotions.fail(fill, Result.GONE)
                 else:
-                    return _BatchEnd.TIER_FULL
+                    return False
         finally:
-            for unused in filter(None, tickets.values()):
-                self._cache.stores.end_fill(unused, (), ())
-        return ended_by
+            for ticket in unused.values():
+                self._cache.stores.abort_fill(ticket)
+            # All that began together is one piece of its owner's share.
+            if len(queue.turns.by_owner) > 1 and (begun_bytes := self.reads.under_way_bytes - before_bytes):
+                queue.turns.shares.use(queue.owner, begun_bytes)
+        return True
 
     def _is_gone(self, fill: Fill) -> bool:
         """Return whether the tier lacks a block whose read it does not accept. A store is asked once more if its answer
@@ -241,10 +251,13 @@ class PromotionSource:
         for queue in self.read_order.queues():
             if queue.blocked is None:
                 continue
-            # A new reservation unblocks the queue. One that it had before says nothing about slots.
+            # A new reservation unblocks the queue. One that it had before says nothing about slots: in its turn a read
+            # is tried, which unblocks it if there are some by now.
             is_reserved = queue.blocked.reason is NotRead.NO_SPACE and self._promotions.reserve(queue)
-            if is_reserved and queue.blocked is not None and queue.blocked.since <= since:
-                self._begin_batch(queue, list(islice(queue.fills, 1)))  # unblocks it if there are slots by now
+            if is_reserved and queue.blocked is not None and queue.blocked.since <= since and not is_away:
+                if not self.reads.free_blocks(queue.group.block_bytes):
+                    continue
+                self._begin_batch(queue, list(islice(queue.fills, 1)))
             if queue.blocked is None or queue.blocked.since > since:
                 continue
             for fill in list(islice(reversed(queue.fills), most)):  # the others are a prefix, and may still get space
@@ -258,38 +271,37 @@ class PromotionSource:
 
     def _on_end(self, fill: Fill, result: Result, block: Block | None) -> None:
         """Handle the end of a read: see the table of ``Fill``."""
-        ticket = fill.ticket
+        queue, ticket = fill.queue, fill.ticket
         assert ticket is not None
-        was_given_up = self.reads.end(fill, fill.queue.block_group.nbytes if result is Result.DONE else 0)
-        if result is Result.UNWANTED and fill.is_awaited():
-            self._queue_again(fill, ticket)
+        was_given_up = self.reads.end(fill, queue.block_group.nbytes if result is Result.DONE else 0)
+        if result is Result.UNWANTED and fill.is_awaited():  # a lookup joined it after its turn: it is the next again
+            fill.state = FillState.QUEUED
+            queue.fills[fill] = None
+            queue.fills.move_to_end(fill, last=False)
+            self._promotions.count(queue, queued=1, under_way=-1)
+            self._cache.stores.abort_fill(ticket)
         else:
             if not was_given_up:  # else _give_up_overdue has counted it
-                self._promotions.count(fill.queue, under_way=-1)
+                self._promotions.count(queue, under_way=-1)
             self._end_read(fill, ticket, result, block)
-        if self.reads.are_few(fill.queue.group.block_bytes):
+        if 2 * self.reads.under_way_bytes <= self.reads.most_under_way_bytes(queue.group.block_bytes):
             self.pump(BEGUN_PER_END)
-
-    def _queue_again(self, fill: Fill, ticket: FillTicket) -> None:
-        """Put a fill, which a lookup joined after nobody waited for it in its turn, first in its queue."""
-        fill.state = FillState.QUEUED
-        fill.queue.fills[fill] = None
-        fill.queue.fills.move_to_end(fill, last=False)
-        self._promotions.count(fill.queue, queued=1, under_way=-1)
-        self._cache.stores.end_fill(ticket, (), ())
 
     def _end_read(self, fill: Fill, ticket: FillTicket, result: Result, block: Block | None) -> None:
         """Publish the block of a read, or free its slots, and settle the fill."""
         # Without its checksums a damaged block could not be detected later.
-        is_whole = result is Result.DONE and block is not None and all(block.checksums)
-        first_blocks, checksums = (block.first_blocks, block.checksums) if block is not None and is_whole else ((), ())
+        whole = block if result is Result.DONE and block is not None and all(block.checksums) else None
+        is_ready = False
         try:
-            if is_ready := self._cache.stores.end_fill(ticket, first_blocks, checksums):
+            if whole is None:
+                self._cache.stores.abort_fill(ticket)
+            elif is_ready := self._cache.stores.commit_fill(ticket, whole.first_blocks, whole.checksums):
                 self.promoted_blocks += 1
                 self.promoted_bytes += fill.queue.block_group.nbytes
                 for lease in fill.leases:
                     self._cache.leases.hold(lease, ticket.blocks)
-                self._origins.promoted(self, number := int(ticket.slots[0]))
+                number = int(ticket.blocks[0])
+                self._origins.promoted(self, number)
                 self.writer.waiting.pop(number, None)  # a dropped block may have had the same number
                 for writer in self._writers:
                     if writer is not self.writer:  # its tiers may lack the block
@@ -341,14 +353,10 @@ class SourceReads:
     def free_blocks(self, block_bytes: int) -> int:
         """Return how many further blocks of this size may be read now: at least one if no other read has slots."""
         given_up_beyond = max(0, self.given_up_bytes - self.most_bytes)  # what they use of the others' bytes
-        free_bytes = self._most_under_way(block_bytes) - self.under_way_bytes - given_up_beyond
+        free_bytes = self.most_under_way_bytes(block_bytes) - self.under_way_bytes - given_up_beyond
         return max(free_bytes // block_bytes, 0 if self.under_way or self.given_up else 1)
 
-    def are_few(self, block_bytes: int) -> bool:
-        """Return whether at most half of the bytes that may be under way are."""
-        return 2 * self.under_way_bytes <= self._most_under_way(block_bytes)
-
-    def _most_under_way(self, block_bytes: int) -> int:
+    def most_under_way_bytes(self, block_bytes: int) -> int:
         """Return the pool bytes that reads under way may use at once, at the measured speed."""
         speed = self.speed.measured
         ahead_bytes = int(AHEAD_S * speed) if speed else UNMEASURED_BYTES

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum, auto
@@ -80,7 +80,7 @@ class Fill:
         READING   -> READ       SourceReads.end
         READING   -> ABANDONED  Promotions.settle
         READ      -> ENDED      Promotions.settle
-        READ      -> QUEUED     PromotionSource._queue_again: UNWANTED, but a lookup has joined it since
+        READ      -> QUEUED     PromotionSource._on_end: UNWANTED, but a lookup has joined it since
         ABANDONED -> ENDED      SourceReads.end: only its slots are freed
 
     It is settled once: its key is counted for all lookups that asked for it, and none waits for it any more.
@@ -90,7 +90,7 @@ class Fill:
     | it was read                     | _end_read           | found             | READY, leases pin it  |
     | nobody waits for it             | lease_ended         | found, see below  | none, it was queued   |
     | the same at its turn (UNWANTED) | _end_read           | found, see below  | freed                 |
-    | the pool has it by now          | _begin_reads        | found             | none                  |
+    | the pool has it by now          | _begin_batch        | found             | none                  |
     | no space; its tier is away, or  | fail                | miss, by reason   | none                  |
     | has lost it                     |                     |                   |                       |
     | the read fails                  | _end_read, fail     | miss, by Result   | freed                 |
@@ -138,6 +138,8 @@ class FillQueue:
     block_group: BlockGroup
     """The group, for tiers."""
     source: PromotionSource
+    turns: SharedQueues
+    """The queues with which it takes turns, itself included: one of the two of the source's ``ReadOrder``."""
     fills: OrderedDict[Fill, None] = field(default_factory=OrderedDict)
     """QUEUED fills."""
     under_way: int = 0
@@ -181,9 +183,15 @@ class SharedQueues:
     """Queues of several owners, who get equal parts of what is read. Each owner's are read in order."""
 
     by_owner: dict[Owner, dict[FillQueue, None]] = field(default_factory=dict)
-    """One whose prefetches lookups have joined may have an empty dict, until these end."""
+    """No owner has an empty dict."""
     shares: FairShares[Owner] = field(default_factory=FairShares)
     """Bytes that each has read while others had queues too."""
+
+    def remove(self, queue: FillQueue) -> None:
+        of_owner = self.by_owner[queue.owner]
+        del of_owner[queue]
+        if not of_owner:
+            del self.by_owner[queue.owner]
 
     def in_turn(self) -> Iterator[FillQueue]:
         """Yield the first queue of each owner, that of the least share first, then the second ones: none waits for all
@@ -208,16 +216,10 @@ class ReadOrder:
     blocks: int = 0
     """Number of fills that have not begun."""
     blocks_of: Counter[int] = field(default_factory=Counter)
-    """These by session."""
+    """The same by session."""
     reserved_bytes: int = 0
     """Pool bytes of the queued and running blocks of those that are ``is_reserved``. ``Leases.withheld_bytes`` is the
     sum of these and of ``SourceReads.given_up_bytes`` of all sources."""
-
-    def count_begun(self, queue: FillQueue, nbytes: int) -> None:
-        """Count bytes that began to be read together in the share of a queue's owner, if others have queues too."""
-        for shared in (self.awaited, self.prefetched):
-            if len(shared.by_owner) > 1 and queue in shared.by_owner.get(queue.owner, ()):
-                shared.shares.use(queue.owner, nbytes)
 
     def queues(self) -> Iterator[FillQueue]:
         """Yield the queues in the order in which they may begin now. They may change while the caller iterates."""
@@ -252,18 +254,24 @@ class Promotions:
         """Request keys that are in a tier or coming, up to the first that cannot be requested; set their states."""
         if not places:
             return
-        skipped, lease = self._skipped(lookup, part, places), lookup.lease
+        slower, lease = self._slower_sources(lookup, part, places), lookup.lease
         queues: dict[PromotionSource, FillQueue] = {}
         """Those of the new fills."""
         for number, place in enumerate(places):
             key = part.keys[place]
-            # Not ``part.fills``: a key may occur twice.
+            # Not in ``part.fills``, which may lack what this loop adds: a key may occur twice.
             if (fill := self.unsettled.get(part.block_group.tag, {}).get(key)) is None:
-                requested = self._new_fill(lookup, part, place, skipped, queues)
-                if isinstance(requested, MissReason):
-                    part.mark(places[number:], requested)
+                source = part.there[place]
+                if (refusal := self._refusal(lookup, part, place, slower)) is not None:
+                    part.mark(places[number:], refusal)
                     return
-                fill = requested
+                if (queue := queues.get(source)) is None:
+                    queue = queues[source] = self._new_queue(lookup, part, source)
+                fill = Fill(queue, key)
+                self.unsettled.setdefault(part.block_group.tag, {})[key] = fill
+                queue.fills[fill] = None
+                self.count(queue, queued=1)
+                lookup.new_bytes += part.group.block_bytes
             elif not fill.queue.is_reserved:
                 self._join(lookup.prompt, fill.queue)
             if lease not in fill.leases:
@@ -276,85 +284,64 @@ class Promotions:
                 fill.askers.append((part.asked, part.start + place))
             part.states[place] = SHARED if fill.queue.source.shared else PENDING
 
-    def _skipped(self, lookup: CurrentLookup, part: LookupPart, places: Sequence[int]) -> set[PromotionSource]:
-        """Return the sources whose keys take longer to read than to compute, and count these keys.
+    def _slower_sources(
+        self, lookup: CurrentLookup, part: LookupPart, places: Sequence[int]
+    ) -> Collection[PromotionSource]:
+        """Return the sources whose keys take longer to read than to compute, by the measured speeds and without a
+        queue; only the engine, which has a queue too, can weigh the queues. Count these keys, which are skipped.
 
-        They are not read, unless for a hint.
+        A hint's are read all the same, and every READ_AGAIN_S those of one lookup, so that the speed is measured again.
         """
         if lookup.lease.session == NO_SESSION:
-            return set()
-        counts = Counter(part.there[place] for place in places if place in part.there)
-        skipped = {
-            source
-            for source, count in counts.items()
-            if source not in lookup.worth_reading and self._is_slower(source, part.group, count)
-        }
-        lookup.worth_reading |= counts.keys() - skipped
-        for source in skipped:
-            source.failures[NotRead.SLOWER.value] += counts[source]
-        return skipped
+            return ()
+        slower: set[PromotionSource] = set()
+        group, namespace = part.group, part.group.namespace
+        prefill = namespace.counters.prefill_tokens_per_second
+        for source, count in Counter(part.there[place] for place in places if place in part.there).items():
+            if source in lookup.worth_reading:
+                continue
+            tokens, speed = count * group.tokens, source.reads.speed.measured
+            if tokens and prefill and speed:
+                # The tokens need the blocks of all groups: those of the others count as if they were as large.
+                nbytes, now = len(namespace.specs) * count * group.block_bytes, self._clock()
+                if nbytes / speed > tokens / prefill and now < source.read_again_at:
+                    source.failures[NotRead.SLOWER.value] += count
+                    slower.add(source)
+                    continue
+                source.read_again_at = now + READ_AGAIN_S
+            lookup.worth_reading.add(source)
+        return slower
 
-    def _is_slower(self, source: PromotionSource, group: Group, count: int) -> bool:
-        """Return whether ``count`` blocks of a group take longer to read than to compute, by the measured speeds and
-        without a queue; only the engine, which has a queue too, can weigh the queues.
-
-        Every READ_AGAIN_S it lets some be read, and notes when, so that the speed is measured again.
-        """
-        namespace, tokens = group.namespace, count * group.tokens
-        prefill, speed = namespace.counters.prefill_tokens_per_second, source.reads.speed.measured
-        if not (tokens and prefill and speed):
-            return False
-        # The tokens need the blocks of all groups: those of the others count as if they were as large.
-        nbytes = len(namespace.specs) * count * group.block_bytes
-        now = self._clock()
-        if nbytes / speed > tokens / prefill and now < source.read_again_at:
-            return True
-        source.read_again_at = now + READ_AGAIN_S
-        return False
-
-    def _new_fill(
-        self,
-        lookup: CurrentLookup,
-        part: LookupPart,
-        place: int,
-        skipped: set[PromotionSource],
-        queues: dict[PromotionSource, FillQueue],
-    ) -> Fill | MissReason:
-        """Queue a key that a source has; return why if it cannot be."""
-        source, block_bytes = part.there[place], part.group.block_bytes
-        if source in skipped:
+    def _refusal(
+        self, lookup: CurrentLookup, part: LookupPart, place: int, slower: Collection[PromotionSource]
+    ) -> MissReason | None:
+        """Return why a key that a source has cannot be queued; None if it can."""
+        source, block_bytes, session = part.there[place], part.group.block_bytes, lookup.lease.session
+        if source in slower:
             return MissReason.SKIPPED
         if lookup.promotable_bytes < block_bytes:
             return MissReason.LEASE_LIMIT
-        session = lookup.lease.session
         if not lookup.may_wait and lookup.new_bytes + block_bytes > self._cache.leases.leasable_bytes:
             # One may begin to wait: a store had not answered to the first lookup, or the key had space then.
             had_none = self._cache.life.reasons_of(part.group, part.keys[place])[0]
             if session == NO_SESSION or had_none in (MissReason.NO_SPACE, MissReason.QUOTA):
                 return MissReason.NO_SPACE
-            lookup.may_wait = True
-        if (queue := queues.get(source)) is None:
-            owner = part.group.namespace.fingerprint if session == NO_SESSION else session
-            queue = FillQueue(session, owner, lookup.prompt, part.group, part.block_group, source)
-            queues[source] = queue
-        if (fill := self.enqueue(queue, part.keys[place])) is None:
+            lookup.may_wait = True  # for the keys behind it too
+        order = source.read_order
+        if order.blocks + order.blocks_of[session] // 3 >= MAX_QUEUED:  # no session gets over three quarters
             return MissReason.TIER_LATE
-        lookup.new_bytes += block_bytes
-        return fill
+        return None
 
-    def enqueue(self, queue: FillQueue, key: bytes) -> Fill | None:
-        """Queue a block that the tier has; None if too many are queued. No session gets over three quarters of that."""
-        order = queue.source.read_order
-        if order.blocks + order.blocks_of[queue.session] // 3 >= MAX_QUEUED:
-            return None
-        fill = Fill(queue, key)
-        self.unsettled.setdefault(queue.block_group.tag, {})[key] = fill
-        if not queue.fills:
-            queue.prompt.queues.append(queue)
-        shared = order.prefetched if queue.session == NO_SESSION else order.awaited
-        shared.by_owner.setdefault(queue.owner, {})[queue] = queue.fills[fill] = None
-        self.count(queue, queued=1)
-        return fill
+    def _new_queue(self, lookup: CurrentLookup, part: LookupPart, source: PromotionSource) -> FillQueue:
+        """Return a queue for the fills of a part, which is in the source's order and gets one right away."""
+        session, order = lookup.lease.session, source.read_order
+        is_prefetch = session == NO_SESSION
+        owner = part.group.namespace.fingerprint if is_prefetch else session
+        turns = order.prefetched if is_prefetch else order.awaited
+        queue = FillQueue(session, owner, lookup.prompt, part.group, part.block_group, source, turns)
+        lookup.prompt.queues.append(queue)
+        turns.by_owner.setdefault(owner, {})[queue] = None
+        return queue
 
     def _join(self, prompt: PromptQueues, queue: FillQueue) -> None:
         """Have a queue get its space jointly with the others that this lookup waits for, no longer with those of an
@@ -363,31 +350,30 @@ class Promotions:
             return
         if queue.session == NO_SESSION:
             order = queue.source.read_order
-            if queue in (of_owner := order.prefetched.by_owner.get(queue.owner, {})):
-                del of_owner[queue]
-                order.awaited.by_owner.setdefault(queue.owner, {})[queue] = None
+            if queue.turns is order.prefetched:
+                queue.turns.remove(queue)
+                queue.turns = order.awaited
+                queue.turns.by_owner.setdefault(queue.owner, {})[queue] = None
             return
-        if queue in queue.prompt.queues:
-            queue.prompt.queues.remove(queue)
+        queue.prompt.queues.remove(queue)
         prompt.queues.append(queue)
         queue.prompt = prompt
 
     def wait_s(self, lease: Lease) -> float:
         """Return the expected time until the blocks that a lease waits for have come, at the current speeds; 0 if
         unknown."""
-        awaited = self.awaited.get(lease, {})
-        return max((self._wait_for(source, awaited) for source in self._sources), default=0.0)
-
-    def _wait_for(self, source: PromotionSource, awaited: Collection[Fill]) -> float:
-        """Return the expected time until the awaited fills of a source end."""
-        its_queues = {fill.queue for fill in awaited if fill.state not in SETTLED and fill.queue.source is source}
-        if not (its_queues and (speed := source.reads.speed.current)):
-            return 0.0
-        nbytes = _bytes_until(source.read_order, its_queues, awaited)
-        # A queue that is blocked is expected to stay so as long again as so far.
-        now = self._clock()
-        blocked_s = max((now - queue.blocked.since for queue in its_queues if queue.blocked), default=0.0)
-        return nbytes / speed + blocked_s
+        awaited, longest_s = self.awaited.get(lease, {}), 0.0
+        queues_of: dict[PromotionSource, set[FillQueue]] = defaultdict(set)
+        for fill in awaited:
+            if fill.state not in SETTLED:
+                queues_of[fill.queue.source].add(fill.queue)
+        for source, queues in queues_of.items():
+            if speed := source.reads.speed.current:
+                nbytes, now = _bytes_until(source.read_order, queues, awaited), self._clock()
+                # A queue that is blocked is expected to stay so as long again as so far.
+                blocked_s = max((now - queue.blocked.since for queue in queues if queue.blocked), default=0.0)
+                longest_s = max(longest_s, nbytes / speed + blocked_s)
+        return longest_s
 
     # --- space -----------------------------------------------------------------------------------
 
@@ -398,44 +384,44 @@ class Promotions:
         """
         if queue.is_reserved:
             return True
-        leasable = self._cache.leases.leasable_bytes
+        leasable_bytes = self._cache.leases.leasable_bytes
         if queue.session == NO_SESSION:
-            if queue.group.block_bytes <= leasable:
+            if queue.group.block_bytes <= leasable_bytes:
                 return True
         else:
             together = [one for one in queue.prompt.queues if not one.is_reserved]
-            if self._fits(queue, together, leasable):
+            if self._fits(queue, together, leasable_bytes):
                 for one in together:
                     one.is_reserved, one.blocked = True, None
                     self._count_reserved(one.source.read_order, one.queued_bytes)
                 return True
-        self.block(queue, NotRead.NO_SPACE)
+        self.set_blocked(queue, NotRead.NO_SPACE)
         return False
 
-    def _fits(self, queue: FillQueue, together: Sequence[FillQueue], leasable: int) -> bool:
+    def _fits(self, queue: FillQueue, together: Sequence[FillQueue], leasable_bytes: int) -> bool:
         """Return whether leases may pin all blocks of a queue and of those that get space together with it.
 
         What a store is being asked for, for the same prompt, needs space too. It counts within the queue's patience
         only: the engine may never look it up again. Once it does not count, the prompt may use what other sources have
-        reserved and will not have filled by the time that it is read and loaded.
+        reserved and will not have filled by the time that it is read, and loaded within the patience.
         """
-        if leasable >= self._cache.leases.most_bytes:  # all there is: to wait would give no more
+        if leasable_bytes >= self._cache.leases.most_bytes:  # all there is: to wait would give no more
             return True
         lease, patience_s = queue.prompt.lease, queue.source.patience_s
         waited_s = self._clock() - queue.blocked.since if queue.blocked else 0.0
         asked_bytes = lease.asking_bytes if lease.active and waited_s < patience_s else 0
-        nbytes = sum([one.queued_bytes for one in together]) + asked_bytes
-        if nbytes > leasable and not asked_bytes:
+        wanted_bytes = sum([one.queued_bytes for one in together]) + asked_bytes
+        if wanted_bytes > leasable_bytes and not asked_bytes:
             read_s = max(one.queued_bytes / (one.source.reads.speed.current or inf) for one in together)
             others = [one for one in self._sources if one is not queue.source]
-            leasable += sum([_unfilled_after(one, patience_s + read_s) for one in others])
-        return nbytes <= leasable
+            leasable_bytes += sum([_unfilled_after(one, patience_s + read_s) for one in others])
+        return wanted_bytes <= leasable_bytes
 
     def _count_reserved(self, order: ReadOrder, nbytes: int) -> None:
         order.reserved_bytes += nbytes
         self._cache.leases.withheld_bytes += nbytes
 
-    def block(self, queue: FillQueue, reason: NotRead) -> None:
+    def set_blocked(self, queue: FillQueue, reason: NotRead) -> None:
         """Record why a queue cannot begin now. The time since which it cannot stays."""
         queue.blocked = Blocked(reason, queue.blocked.since if queue.blocked else self._clock())
 
@@ -451,13 +437,8 @@ class Promotions:
         if queue.is_reserved:
             self._count_reserved(order, (queued + under_way) * queue.group.block_bytes)
         if not (queue.fills or queue.under_way):
-            for shared in (order.awaited, order.prefetched):
-                of_owner = shared.by_owner.get(queue.owner, {})
-                of_owner.pop(queue, None)
-                if not of_owner:
-                    shared.by_owner.pop(queue.owner, None)
-            if queue in queue.prompt.queues:
-                queue.prompt.queues.remove(queue)
+            queue.turns.remove(queue)
+            queue.prompt.queues.remove(queue)
 
     # --- ends ------------------------------------------------------------------------------------
 
@@ -498,11 +479,10 @@ class Promotions:
             self.count(queue, queued=-1)
         for lease in fill.leases:
             lease.coming -= 1
-        fills = self.unsettled.get(queue.block_group.tag, {})
-        if fills.get(fill.key) is fill:  # another one may have its key by now
-            del fills[fill.key]
-            if not fills:
-                del self.unsettled[queue.block_group.tag]
+        fills = self.unsettled[queue.block_group.tag]
+        del fills[fill.key]
+        if not fills:
+            del self.unsettled[queue.block_group.tag]
 
     def lease_ended(self, lease: Lease) -> None:
         """Stop what was to come up for this lease alone, and have what has come up get its place in the order of
@@ -520,7 +500,7 @@ class Promotions:
                 keys = chains.setdefault(fill.queue.group, {})
                 keys[key_before] = keys[fill.key] = None
             elif fill.state is not FillState.QUEUED:
-                continue
+                continue  # its tier asks in its turn whether it is awaited
             elif not fill.leases:
                 unawaited[fill.queue] = None
             elif fill.queue.prompt.lease is lease and not fill.queue.is_reserved:
@@ -556,7 +536,9 @@ def _bytes_until(order: ReadOrder, its_queues: Collection[FillQueue], awaited: C
     Of an owner these are all queues up to its last one of them; of each other owner as many bytes at most, since they
     share the source. Blocked queues are passed over.
     """
-    most, total, others = 0, 0, list[dict[FillQueue, None]]()
+    most_bytes = total_bytes = 0
+    """The most bytes of one owner of its queues, and the bytes of all owners."""
+    others = list[dict[FillQueue, None]]()
     for of_owner in order.awaited.by_owner.values():
         left = sum(queue in of_owner for queue in its_queues)
         if not left:
@@ -573,16 +555,16 @@ def _bytes_until(order: ReadOrder, its_queues: Collection[FillQueue], awaited: C
                 behind_last_awaited = takewhile(lambda fill: fill not in awaited, reversed(queue.fills))
                 nbytes -= sum(1 for _ in behind_last_awaited) * queue.group.block_bytes
                 break
-        most, total = max(most, nbytes), total + nbytes
+        most_bytes, total_bytes = max(most_bytes, nbytes), total_bytes + nbytes
     for of_owner in others:
         nbytes = 0
         for queue in of_owner:
             if queue.blocked is None:
                 nbytes += queue.unread_bytes
-            if nbytes >= most:
+            if nbytes >= most_bytes:
                 break
-        total += min(nbytes, most)
-    return total
+        total_bytes += min(nbytes, most_bytes)
+    return total_bytes
 
 
 def _unfilled_after(source: PromotionSource, seconds: float) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
 from math import inf
@@ -50,14 +50,14 @@ class CurrentLookup:
     """States of their keys, in the reply."""
     asked: Sequence[AskedKeys] | None
     """Counts of their keys; None if they were counted before."""
-    sources: Sequence[PromotionSource]
-    """Sources that it can use now, in the order in which they are asked."""
+    steps: Sequence[Sequence[PromotionSource]]
+    """Sources that it can use now, in the order in which they are asked: see ``TierLookups._steps_for``."""
     promotable_bytes: int
     """Pool bytes that may still be promoted for it: what leases may pin, less what it has. Negative if its READY keys
     are more than that: anything else would evict its own beginning."""
     may_wait: bool
-    """Whether its new fills may wait for space. A repeated lookup's may not: keys that got no space in their patience
-    do not wait again."""
+    """Whether its new fills may wait for space: those of a first lookup, and of a repeated one from a key on that did
+    not wait before. A key that got no space in its patience does not wait again."""
     prompt: PromptQueues
     """The queues of its new fills, and of those that it has joined."""
     new_bytes: int = 0
@@ -90,9 +90,10 @@ class LookupPart:
         self.states = memoryview(lookup.answer[number])[start:end]
         """The answer for these keys, which is changed through this view."""
         self.fills: Mapping[bytes, Fill] = promotions.unsettled.get(self.block_group.tag, {})
-        """Fills of any keys of the group that existed before this lookup."""
-        self.asked, self.start = lookup.asked[number] if lookup.asked is not None else None, start
-        """``asked``: the counts of the group's keys; None if they were counted before."""
+        """Unsettled fills of any keys of the group; those that this lookup adds may be missing."""
+        self.start = start
+        self.asked = lookup.asked[number] if lookup.asked is not None else None
+        """Counts of the group's keys; None if they were counted before."""
         self.unfound: list[int] = []
         """Keys that are neither in the pool nor on their way, nor in a tier that was asked."""
         if any(self.states):  # FREE is 0
@@ -120,9 +121,9 @@ class LookupPart:
         for place in places:
             self.asked.mark(self.start + place, self.start + place + 1, reason)
 
-    def look(self, sources: Sequence[PromotionSource], *, prefix: bool) -> None:
-        """Ask each of these sources for the unfound keys, some peers at once, until all are found."""
-        for step in _steps_of(sources):
+    def look(self, steps: Sequence[Sequence[PromotionSource]], *, prefix: bool) -> None:
+        """Ask sources for the unfound keys, those of a step at once, until all keys are found."""
+        for step in steps:
             if not self.unfound:
                 return
             is_whole = len(self.unfound) == len(self.keys)
@@ -131,7 +132,7 @@ class LookupPart:
             answers = [(source, answer) for source, answer in answers if any(answer.states)]  # ABSENT is 0
             self.found_by.update((source.tier.name, None) for source, _ in answers)
             if len(answers) == 1:
-                ((source, (states, _)),) = answers
+                source, (states, _) = answers[0]
                 self.there.update(dict.fromkeys(compress(self.unfound, states.translate(_IS_PRESENT)), source))
                 self.asking.update(dict.fromkeys(compress(self.unfound, states.translate(_IS_ASKED)), (source.tier,)))
                 self.unfound = list(compress(self.unfound, states.translate(_IS_ABSENT)))
@@ -187,8 +188,8 @@ class TierLookups:
             may be stale too, so stores are not read for it.
 
     Attributes:
-        is_behind: whether other nodes may have cleared a namespace, by its fingerprint, unheard of here: then disks are
-            not read for it.
+        ask_if_behind: returns whether other nodes may have cleared a namespace, by its fingerprint, unheard of here:
+            then disks are not read for it. Asks them at a namespace's first lookup.
     """
 
     def __init__(
@@ -201,17 +202,18 @@ class TierLookups:
     ) -> None:
         self._cache, self._sources, self._promotions = cache, sources, promotions
         self._unanswered, self._is_unshared = unanswered, is_unshared
-        self.is_behind: Callable[[bytes], bool] = lambda fingerprint: False
+        self.ask_if_behind: Callable[[bytes], bool] = lambda fingerprint: False
 
     def find(
         self, lease: Lease, groups: Sequence[tuple[int, bytes]], states: list[bytes], asked: Sequence[AskedKeys] | None
     ) -> list[bytes]:
         """Return the states that a lookup reports: see ``TierHooks``."""
-        namespace, lease.wait_s = lease.namespace, 0.0
-        sources = self._sources_for(lease, asked)
-        if not sources or not groups or not namespace.groups[groups[0][0]].lengths:
+        namespace = lease.namespace
+        lease.wait_s = 0.0
+        steps = self._steps_for(lease, asked)
+        if not steps or not groups or not namespace.groups[groups[0][0]].lengths:  # not all ranks have registered
             return states
-        lookup = self._new_lookup(lease, groups, states, asked, sources)
+        lookup = self._new_lookup(lease, groups, states, asked, steps)
         windows, parts = list[int](), list[LookupPart]()
         may_grow, prefix_tokens = False, inf
         for number, ((index, _), answer) in enumerate(zip(groups, lookup.answer, strict=True)):
@@ -234,38 +236,44 @@ class TierLookups:
             lease.wait_s = max(answers_s, self._promotions.wait_s(lease))
         for part in parts:
             if part.asked is not None:
-                for name in part.found_by:
-                    part.asked.tier_has_some(name)
+                part.asked.sources = tuple(part.found_by)
         return list(map(bytes, lookup.answer))
 
     # --- one lookup ------------------------------------------------------------------------------
 
-    def _sources_for(self, lease: Lease, asked: Sequence[AskedKeys] | None) -> list[PromotionSource]:
-        """Return the available sources that a lookup under a lease may use, in the order in which they are asked.
+    def _steps_for(self, lease: Lease, asked: Sequence[AskedKeys] | None) -> list[list[PromotionSource]]:
+        """Return the available sources that a lookup under a lease may use, in the order in which they are asked: the
+        disks, then the stores, each alone; then the peers, PEERS_AT_ONCE at once.
 
-        If it names a peer that is available: that peer, disks and stores. Else all but the peers of networks, and those
-        peers first that had something last. Those that are down are recorded in ``asked``, except peers that it does
+        If it names a peer that is available, that is the only one. Else they are all but those of networks, and those
+        that had something last come first. Sources that are down are recorded in ``asked``, except peers that it does
         not name.
         """
         fingerprint, named = lease.namespace.fingerprint, lease.peer
         is_unshared = any(source.shared for source in self._sources) and self._is_unshared(fingerprint)
-        sources = list[PromotionSource]()
+        others, peers, named_peers = list[PromotionSource](), list[PromotionSource](), list[PromotionSource]()
         for source in self._sources:
             tier = source.tier
-            is_named = bool(named) and tier.name == named  # both are empty for a place without a peer, and no peer
+            is_named = bool(named) and tier.name == named  # a place without a peer has no name either
             if (tier.only_named and not is_named) or (source.shared and is_unshared):
                 continue
             if asked is not None and (is_named or not tier.is_peer) and tier.is_down():
                 _record_down(tier, asked)
-            if tier.available():
-                sources.append(source)
-        if sources and not sources[0].shared and self.is_behind(fingerprint):  # disks come first
-            sources = [one for one in sources if one.shared]
-        if named and any(one.tier.name == named for one in sources):
-            return [one for one in sources if one.tier.name == named or not one.tier.is_peer]
-        if len(sources) > PEERS_AT_ONCE:  # a stable order: others than peers come first
-            sources.sort(key=lambda one: -one.tier.found_at if one.tier.is_peer else -inf)
-        return sources
+            if not tier.available():
+                continue
+            if is_named:
+                named_peers.append(source)
+            elif tier.is_peer:
+                peers.append(source)
+            else:
+                others.append(source)
+        if others and not others[0].shared and self.ask_if_behind(fingerprint):  # disks come first
+            others = [one for one in others if one.shared]
+        if len(peers) > PEERS_AT_ONCE:
+            peers.sort(key=lambda one: -one.tier.found_at)
+        peers = named_peers or peers
+        at_once = [peers[begin : begin + PEERS_AT_ONCE] for begin in range(0, len(peers), PEERS_AT_ONCE)]
+        return [*([one] for one in others), *at_once]
 
     def _new_lookup(
         self,
@@ -273,35 +281,34 @@ class TierLookups:
         groups: Sequence[tuple[int, bytes]],
         states: Sequence[bytes],
         asked: Sequence[AskedKeys] | None,
-        sources: Sequence[PromotionSource],
+        steps: Sequence[Sequence[PromotionSource]],
     ) -> CurrentLookup:
         """Return a lookup of these groups, with what may still be promoted for it."""
-        leases, blocks_of = self._cache.leases, zip(groups, states, strict=True)
-        ready_bytes = sum(one.count(READY) * lease.namespace.groups[index].block_bytes for (index, _), one in blocks_of)
+        leases, known, pairs = self._cache.leases, lease.namespace.groups, zip(groups, states, strict=True)
+        ready_bytes = sum(of_group.count(READY) * known[index].block_bytes for (index, _), of_group in pairs)
         # Earlier lookups under the same lease may have found the beginning of the prompt.
         held_bytes = max(ready_bytes, int(self._cache.blocks.pages[lease.blocks].sum()) * PAGE_BYTES)
         awaited = self._promotions.awaited.get(lease, ())
         held_bytes += sum(fill.queue.group.block_bytes for fill in awaited if fill.state not in SETTLED)
         promotable_bytes = leases.most_bytes - sum(one.reads.given_up_bytes for one in self._sources) - held_bytes
-        answer, may_wait = list(map(bytearray, states)), asked is not None
-        return CurrentLookup(lease, groups, answer, asked, sources, promotable_bytes, may_wait, PromptQueues(lease))
+        answer, is_first = list(map(bytearray, states)), asked is not None
+        return CurrentLookup(lease, groups, answer, asked, steps, promotable_bytes, is_first, PromptQueues(lease))
 
     def _find_prefix(self, lookup: CurrentLookup, part: LookupPart) -> bool:
         """Request the unbroken run from the first of these keys; return whether any of it is being asked for."""
         states, end = bytes(part.states), len(part.keys)
-        if WRITING in states:  # an engine may never finish what it is writing
+        if WRITING in states:  # what has no fill is being stored, which its engine may never finish
             writing = (place for place, state in enumerate(states) if state == WRITING)
             end = next((place for place in writing if part.keys[place] not in part.fills), end)
             part.unfound = [place for place in part.unfound if place < end]
-        if any(source.shared for source in lookup.sources):
-            part.look(lookup.sources, prefix=True)
-        else:
+        behind_first = list[int]()
+        if not any(step[0].shared for step in lookup.steps):
             # Disks mostly lack the first key, and to look for one is faster than for all.
-            part.unfound, others = part.unfound[:1], part.unfound[1:]
-            part.look(lookup.sources, prefix=True)
-            if not part.unfound:
-                part.unfound = others
-                part.look(lookup.sources, prefix=True)
+            part.unfound, behind_first = part.unfound[:1], part.unfound[1:]
+        part.look(lookup.steps, prefix=True)
+        if behind_first and not part.unfound:
+            part.unfound = behind_first
+            part.look(lookup.steps, prefix=True)
         end = min([end, *part.unfound[:1]])
         if end < len(part.keys):
             part.asking = {place: tiers for place, tiers in part.asking.items() if place < end}
@@ -322,7 +329,7 @@ class TierLookups:
         """
         window = range(0)
         for shared in (False, True):  # the disks, then the stores too
-            part.look([source for source in lookup.sources if source.shared is shared], prefix=False)
+            part.look([step for step in lookup.steps if step[0].shared is shared], prefix=False)
             there = [
                 state in READY_OR_COMING or key in part.fills or place in part.there
                 for place, (key, state) in enumerate(zip(part.keys, part.states, strict=True))
@@ -358,21 +365,6 @@ class TierLookups:
             places = [place for place, asked_tiers in part.asking.items() if asked_tiers == tiers]
             keys, positions = [part.keys[place] for place in places], [part.start + place for place in places]
             self._unanswered.add_scattered(tiers, part.block_group.tag, keys, part.asked, positions)
-
-
-def _steps_of(sources: Sequence[PromotionSource]) -> Iterator[Sequence[PromotionSource]]:
-    """Divide sources into those that are asked at once: some peers, or any other one alone."""
-    step: list[PromotionSource] = []
-    for source in sources:
-        if not source.tier.is_peer:
-            yield [source]
-            continue
-        step.append(source)
-        if len(step) == PEERS_AT_ONCE:
-            yield step
-            step = []
-    if step:
-        yield step
 
 
 def _record_down(tier: Tier, asked: Sequence[AskedKeys]) -> None:

@@ -72,8 +72,9 @@ class Tiering:
         self._engines_busy, self.is_unshared = engines_busy, is_unshared
         self.sources: list[PromotionSource] = []
         """The disks of this node, then shared stores in the order of asking. All parts have this list."""
-        self._disk_settings, self._disk_tiers = settings, list[Tier]()
-        """``_disk_tiers``: those of the first sources, in this order. The disks' writer has this list."""
+        self._disk_settings = settings
+        self._disk_tiers = list[Tier]()
+        """The tiers of the first sources. The disks' writer has this list too, and so those that open later."""
         self.writers = [self._make_writer(self._disk_tiers, settings, shared=False)]
         """The writer of the disks, then those of the stores."""
         self._origins, self._unanswered = BlockOrigins(len(cache.blocks.state)), UnansweredKeys(cache)
@@ -117,7 +118,7 @@ class Tiering:
         self._origins.add_source(source)
         self.sources.insert(len(self._disk_tiers), source)
         self._disk_tiers.append(tier)
-        for_all_disks = source.reads.most_bytes  # as of a source that is alone
+        for_all_disks = source.reads.most_bytes  # a new source has what one that is alone may use
         for one in self.disks:
             one.reads.most_bytes = for_all_disks // len(self._disk_tiers)
         return source
@@ -177,7 +178,7 @@ class Tiering:
     def safe_to_evict(self, blocks: BlockIds) -> npt.NDArray[np.bool_]:
         if not self.are_written:
             return np.zeros(len(blocks), np.bool_)
-        waiting = self.waiting(blocks)
+        waiting = self.waiting(blocks)  # what does not wait was written, or left out
         return np.ones(len(blocks), np.bool_) if waiting is None else ~waiting
 
     def remove(self, namespace: Namespace, group: int, keys: bytes, why: MissReason) -> None:

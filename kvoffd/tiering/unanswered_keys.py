@@ -26,7 +26,7 @@ class _Run:
     unanswered: int
     """Number of questions that are not answered."""
     found: int = 0
-    """Leading keys that a store has, by the answers so far."""
+    """Leading keys that a store has, by the answers so far. Answers to such a question name no keys behind a gap."""
 
 
 @dataclass(slots=True, eq=False)
@@ -37,9 +37,9 @@ class _ScatteredKeys:
     unanswered: dict[int, int] | None
     """Number of peers that have not answered, by the position of a key that none has; None for one store."""
 
-    def is_decided_by(self, position: int, *, is_there: bool) -> bool:
-        """Record a store's answer about the key at a position. Return whether it is the one that decides: the first
-        that has the key, or the last."""
+    def record_answer(self, position: int, *, is_there: bool) -> bool:
+        """Record a store's answer about the key at a position. Return whether it decides: it is the first that has the
+        key, or the last."""
         if self.unanswered is None:
             return True
         if not (left := self.unanswered.pop(position, 0)):
@@ -106,7 +106,7 @@ class UnansweredKeys:
 
     def _answer_run(self, run: _Run, tier: Tier, found: Sequence[bool]) -> None:
         """Count a run's keys by a store's answer about all of them: the leading ones that it has."""
-        _record_answer(tier, run.asked)
+        _record_reply(tier, run.asked)
         if more := max(0, sum(found) - run.found):
             run.asked.namespace.counters.found_shared += more
             run.asked.set(run.first + run.found, bytes([IN_A_TIER]) * more)
@@ -124,9 +124,9 @@ class UnansweredKeys:
     ) -> None:
         """Count keys by a store's answer. ``answered``: by key, the lookups that ask for it."""
         for asked in {one.asked: None for of_key in compress(answered, map(not_, found)) for one, _ in of_key}:
-            _record_answer(tier, asked)
+            _record_reply(tier, asked)
         decided = [
-            [(one.asked, position) for one, position in of_key if one.is_decided_by(position, is_there=is_there)]
+            [(one.asked, position) for one, position in of_key if one.record_answer(position, is_there=is_there)]
             for of_key, is_there in zip(answered, found, strict=True)
         ]
         namespace.counters.found_shared += sum(map(len, compress(decided, found)))
@@ -150,7 +150,7 @@ def _joined(askers: Iterable[Sequence[Asker]]) -> Iterator[tuple[AskedKeys, int,
         yield asked, first, count
 
 
-def _record_answer(tier: Tier, asked: AskedKeys) -> None:
+def _record_reply(tier: Tier, asked: AskedKeys) -> None:
     """Record that a tier has answered, or that a question to it failed. A peer that fails is like one without the keys:
     its pool went with it."""
     if tier.is_down() and not tier.is_peer:

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 DAY_S = 86_400.0
 SAVED_SHARE = 1 / 8
 """Part of a day's bytes that may accumulate and be written at once."""
 PERSISTED_AHEAD_SHARE = 1 / 8
 """Part of those bytes by which the persisted amount is ahead of the spent one."""
+
+
+class Spent(NamedTuple):
+    """Bytes that a write took out of a budget."""
+
+    first_filling: int
+    of_day: int
 
 
 class WriteBudget:
@@ -48,26 +56,27 @@ class WriteBudget:
         self._persisted, self._persisted_at = spent + self._bound * PERSISTED_AHEAD_SHARE, now
         return self._persisted
 
-    def take(self, nbytes: int) -> bool:
-        """Take this many bytes out of the budget, or none; return whether it did."""
+    def take(self, nbytes: int) -> Spent | None:
+        """Take this many bytes out of the budget; return None if they may not be written now.
+
+        A write that is larger than the rest of the first filling takes nothing more.
+        """
         if not self.allows(nbytes):
-            return False
-        if self.first_filling_bytes:
-            self.first_filling_bytes = max(0, self.first_filling_bytes - nbytes)
-        else:
-            self._level -= nbytes
-        return True
+            return None
+        fills = self.first_filling_bytes > 0
+        spent = Spent(min(self.first_filling_bytes, nbytes), 0) if fills else Spent(0, nbytes)
+        self.first_filling_bytes -= spent.first_filling
+        self._level -= spent.of_day
+        return spent
 
     def allows(self, nbytes: int) -> bool:
         """Return whether this many bytes may be written now."""
         return bool(self.first_filling_bytes) or not self._bound or self._fill() >= min(nbytes, self._bound)
 
-    def refund(self, nbytes: int, *, first_filling: bool) -> None:
-        """Return bytes that were taken and not written. ``first_filling``: they were ``first_filling_bytes``."""
-        if first_filling:
-            self.first_filling_bytes += nbytes
-        else:
-            self._level += nbytes
+    def refund(self, spent: Spent) -> None:
+        """Return what was taken for a block that was not written."""
+        self.first_filling_bytes += spent.first_filling
+        self._level += spent.of_day
 
     @property
     def left_share(self) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import partial
@@ -20,7 +20,7 @@ from kvoffd.cache.states import CORRUPT, READY
 from kvoffd.tiering import TieringSettings, WriteMode
 from kvoffd.tiering.block_group import block_group_of
 from kvoffd.tiering.selection import WATCHED, Selection
-from kvoffd.tiering.write_budget import WriteBudget
+from kvoffd.tiering.write_budget import Spent, WriteBudget
 from kvoffd.tiers.header import Block
 from kvoffd.tiers.tier import Result, Tier
 
@@ -63,8 +63,8 @@ class BlockWrite:
     """The block as the tier will have it."""
     offsets: list[int]
     """Pool offset of the block's slot in bytes, by rank."""
-    first_filling: bool = False
-    """Whether the bytes were taken from ``WriteBudget.first_filling_bytes``, and do not count as spent."""
+    spent: Spent | None = None
+    """Bytes that it took out of the budget, which gets them back if the block is not written."""
     trickles: bool = False
     """Whether it began while engines copied."""
 
@@ -100,10 +100,10 @@ class _Hold(Enum):
 
     NONE = auto()
     SPENT = auto()
-    """The day's bytes. Blocks that come to wait are tried all the same."""
-    FULL = auto()
-    """The tiers accepted no more, and a try is expensive: none is made before the next tick, unless half of what runs
-    has ended."""
+    """The day's bytes are spent: none is left waiting. Those that come to wait later are tried."""
+    BUSY = auto()
+    """The tiers accepted no more at once, and a try is expensive: none is made before the next tick, unless half of
+    what runs has ended."""
     AWAY = auto()
     """All tiers are away or refuse writes: none is tried before the next tick."""
 
@@ -168,8 +168,8 @@ class Writer:
         self.mode = settings.mode
         self.budget = WriteBudget(settings.per_day_bytes, clock)
         self._hold = _Hold.NONE
-        self._full_above = 0
-        """Number of running writes above which FULL holds."""
+        self._busy_above = 0
+        """Number of running writes above which BUSY holds."""
         self._under_way_limit = min(cache.slots.pool_bytes // 16, MAX_WRITING_BYTES)
         """Bytes of the pool that may be read, and are pinned, at once."""
         self._cold_bytes = cache.slots.pool_bytes // COLD_DIVISOR
@@ -217,7 +217,7 @@ class Writer:
 
     def evicted(self, group: Group, blocks: BlockIds, keys: Sequence[bytes]) -> None:
         """Record blocks about to leave the pool. An engine's store waits for it."""
-        if self.mode is WriteMode.NEVER or not self._is_written(group):
+        if self.mode is WriteMode.NEVER or not self._may_be_written(group):
             if self.waiting:
                 for block in blocks.tolist():
                     self.waiting.pop(block, None)
@@ -252,7 +252,7 @@ class Writer:
         """Count blocks that left the pool and are in no tier."""
         evicted, self._evicted = self._evicted, []
         for group, keys, reasons in evicted:
-            if self._is_written(group):
+            if self._may_be_written(group):
                 self.not_written += Counter(compress(reasons, self._are_wanted(group, keys)))
 
     def _look_at_cold_end(self, before: dict[int, _Rejection]) -> None:
@@ -299,33 +299,29 @@ class Writer:
         """Begin writes that are possible now, up to a limit. Do nothing while over half of the limit is in progress."""
         if not self.waiting or self._hold is _Hold.AWAY or 2 * self.under_way_bytes > self._under_way_limit:
             return
-        if self._hold is _Hold.FULL and len(self.under_way) > self._full_above:
+        if self._hold is _Hold.BUSY and len(self.under_way) > self._busy_above:
             return
         # Lookups that wait for blocks from its tiers have priority, too.
         own_sources = (source for source in self._sources if source.writer is self)
-        busy = self._engines_busy() or any(source.read_order.blocks or source.reads.under_way for source in own_sources)
+        is_read = any(source.read_order.blocks or source.reads.under_way for source in own_sources)
+        trickles = is_read or self._engines_busy()
+        if trickles and self._trickle_left <= 0:
+            return
+        targets = self._targets() if len(self._tiers) > 1 else self._tiers
         begun: list[int] = []
         try:
-            self._begin_waiting(begun, busy)
-        finally:  # what began is read by the tiers, even if a later one fails
-            if begun:
-                self._cache.blocks.pin(np.array(begun, np.uint32))
-
-    def _begin_waiting(self, begun: list[int], busy: bool) -> None:
-        """Begin writes of waiting blocks, and add the blocks to ``begun``. ``busy``: only a trickle."""
-        targets = self._targets() if len(self._tiers) > 1 else self._tiers
-        for _ in range(0, MAX_LOOKED_AT, MAX_BEGUN):
-            if not self.waiting or (busy and self._trickle_left <= 0):
-                return
             for write in self._next_writes():
-                full = self.under_way_bytes >= self._under_way_limit or (busy and self._trickle_left <= 0)
-                if full or len(begun) == MAX_BEGUN:
-                    return
-                if (attempt := self._begin(write, targets, busy)) is _Attempt.NOT_NOW:
+                if (attempt := self._begin(write, targets, trickles)) is _Attempt.NOT_NOW:
                     return
                 del self.waiting[write.number]
                 if attempt is _Attempt.BEGUN:
                     begun.append(write.number)
+                is_limit = self.under_way_bytes >= self._under_way_limit or len(begun) == MAX_BEGUN
+                if is_limit or (trickles and self._trickle_left <= 0):
+                    return
+        finally:  # what began is read by the tiers, even if a later one fails
+            if begun:
+                self._cache.blocks.pin(np.array(begun, np.uint32))
 
     def _targets(self) -> list[Tier]:
         """Return the tiers in the order of preference: with free space, with a short queue, and the least used."""
@@ -335,45 +331,47 @@ class Writer:
         )
         return [tier for tier, _ in figures]
 
-    def _next_writes(self) -> list[BlockWrite]:
-        """Return the writes of the next few waiting blocks. Those of them that cannot or need not be written leave the
-        queue."""
-        batch = dict(islice(self.waiting.items(), MAX_BEGUN))
-        blocks = np.fromiter(batch, np.uint32, len(batch))
-        is_same = self._sequences[blocks] == np.fromiter(batch.values(), np.uint64, len(batch))
-        ready = blocks[is_same & (self._cache.blocks.state[blocks] == READY)]
-        writes: dict[int, BlockWrite] = {}
-        for group, members in self._cache.blocks.by_group(ready):
-            unwritten = self._unwritten(group, members)
-            if unwritten.keys:
-                writes |= {write.number: write for write in writes_of(self._cache, group, *unwritten)}
-        for block in batch:
-            if block not in writes:
-                del self.waiting[block]
-        return [writes[block] for block in batch if block in writes]
+    def _next_writes(self) -> Iterator[BlockWrite]:
+        """Yield the writes of waiting blocks, up to MAX_LOOKED_AT; the caller takes them out of the queue. Blocks that
+        cannot or need not be written leave it here."""
+        for _ in range(0, MAX_LOOKED_AT, MAX_BEGUN):
+            batch = dict(islice(self.waiting.items(), MAX_BEGUN))
+            blocks = np.fromiter(batch, np.uint32, len(batch))
+            is_same = self._sequences[blocks] == np.fromiter(batch.values(), np.uint64, len(batch))
+            ready = blocks[is_same & (self._cache.blocks.state[blocks] == READY)]
+            writes: dict[int, BlockWrite] = {}
+            for group, members in self._cache.blocks.by_group(ready):
+                unwritten = self._unwritten(group, members)
+                if unwritten.keys:
+                    writes |= {write.number: write for write in writes_of(self._cache, group, *unwritten)}
+            for block in batch:
+                if block not in writes:
+                    del self.waiting[block]
+            yield from [writes[block] for block in batch if block in writes]
+            if not self.waiting:
+                return
 
-    def _begin(self, write: BlockWrite, targets: Sequence[Tier], busy: bool) -> _Attempt:
+    def _begin(self, write: BlockWrite, targets: Sequence[Tier], trickles: bool) -> _Attempt:
         """Begin a write to the first of the targets that accepts it, if the budget allows."""
         nbytes = write.copy.group.nbytes
-        write.first_filling, write.trickles = self.budget.first_filling_bytes > 0, busy  # before they are taken
-        if not self.budget.take(nbytes):
+        if (spent := self.budget.take(nbytes)) is None:
             self._hold = _Hold.SPENT
             self.waiting.clear()  # they wait again when they are used again, or next to be evicted
             return _Attempt.NOT_NOW
-        self._hold = _Hold.NONE
+        self._hold, write.spent, write.trickles = _Hold.NONE, spent, trickles
         if any(tier.write(write.copy, write.offsets, partial(self._on_end, write)) for tier in targets):
             self.under_way[write.number] = write
             self.under_way_bytes += nbytes
-            self._trickle_left -= nbytes if busy else 0
+            self._trickle_left -= nbytes if trickles else 0
             return _Attempt.BEGUN
-        self.budget.refund(nbytes, first_filling=write.first_filling)
+        self.budget.refund(spent)
         return self._after_refusal(write)
 
     def _after_refusal(self, write: BlockWrite) -> _Attempt:
         """Decide whether a block that no tier accepted stays the next, and when one is tried again."""
         group, key = write.copy.group, write.copy.key
         if self.under_way:  # there were too many at once
-            self._hold, self._full_above = _Hold.FULL, len(self.under_way) // 2
+            self._hold, self._busy_above = _Hold.BUSY, len(self.under_way) // 2
         elif not self.writes_soon:
             self._hold = _Hold.AWAY
         elif not any(accepts_writes(tier) and tier.takes(group, key) for tier in self._tiers):
@@ -388,8 +386,8 @@ class Writer:
 
     # --- which blocks, and the ends of writes ----------------------------------------------------
 
-    def _is_written(self, group: Group) -> bool:
-        """Return whether blocks of a group are written at all. A bench's are not."""
+    def _may_be_written(self, group: Group) -> bool:
+        """Return whether blocks of a group may be written at all. A bench's may not."""
         namespace = group.namespace
         return bool(self._tiers) and not (
             group.retired or namespace.of_bench or self._leaves_out(namespace.fingerprint)
@@ -404,7 +402,7 @@ class Writer:
 
     def _unwritten(self, group: Group, blocks: BlockIds) -> _Unwritten:
         """Return those of some blocks that are still to be written, and their keys."""
-        if not blocks.size or not self._is_written(group):
+        if not blocks.size or not self._may_be_written(group):
             return _Unwritten(blocks[:0], [])
         keys = self._cache.blocks.split_keys(blocks, group.key_bytes)
         wanted = self._are_wanted(group, keys) & [block not in self.under_way for block in blocks.tolist()]
@@ -434,7 +432,8 @@ class Writer:
             self.written_blocks += 1
             self.written_bytes += nbytes
         elif result is Result.EXISTED:
-            self.budget.refund(nbytes, first_filling=write.first_filling)
+            assert write.spent is not None
+            self.budget.refund(write.spent)
             self._trickle_left += nbytes if write.trickles else 0
             if self._is_full:
                 self._selection.record_present(nbytes)

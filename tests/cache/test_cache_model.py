@@ -236,16 +236,15 @@ class CacheMachine(RuleBasedStateMachine):
                 del self.index[model.name]
 
     @rule(space=spaces, group=groups, chain=chains)
-    def begin_fill(self, space: int, group: int, chain: list[int]) -> None:
+    def begin_fills(self, space: int, group: int, chain: list[int]) -> None:
         namespace, _, group = self.geometry(space, 0, group)
         names = self.names(space, group, chain)
         lacking = [n for n, name in enumerate(names) if self.state(name) == FREE and name not in names[:n]]
-        lacked = self.cache.stores.begin_fill(namespace.group(group), namespace.split(group, keys_of(*chain)))
-        tickets = {number: ticket for number, ticket in lacked.items() if ticket is not None}
+        keys = namespace.split(group, keys_of(*chain))
+        tickets = self.cache.stores.begin_fills(namespace.group(group), [keys[number] for number in lacking])
         self.notice_what_went({names[number] for number in lacking})
-        assert list(lacked) == lacking
-        assert list(tickets) == lacking[: len(tickets)]
-        for number, ticket in tickets.items():
+        assert len(tickets) <= len(lacking)
+        for number, ticket in zip(lacking, tickets, strict=False):  # the first ones get the space
             model = self.index[names[number]] = Model(names[number], namespace.world_size)
             model.writing = set(range(namespace.world_size))
             self.fills.append((ticket, model))
@@ -259,8 +258,11 @@ class CacheMachine(RuleBasedStateMachine):
         living = self.index.get(model.name) is model
         if not whole and living:
             del self.index[model.name]
-        ranks = len(ticket.slots) if whole else 0
-        assert self.cache.stores.end_fill(ticket, [0] * ranks, [7] * ranks) == (whole and living)
+        if not whole:
+            self.cache.stores.abort_fill(ticket)
+            return
+        ranks = len(ticket.slots)
+        assert self.cache.stores.commit_fill(ticket, [0] * ranks, [7] * ranks) == living
 
     @rule(space=spaces, group=groups, chain=chains, session=sessions)
     def request_as_engines_do(self, space: int, group: int, chain: list[int], session: int) -> None:
@@ -663,7 +665,7 @@ class CacheMachine(RuleBasedStateMachine):
         for ticket, *_ in self.stores:
             self.cache.stores.abort(ticket)
         for fill, _ in self.fills:
-            self.cache.stores.end_fill(fill, [], [])
+            self.cache.stores.abort_fill(fill)
         for load, _, _, _ in self.loads:
             self.cache.end_load([load])
         for blocks, _, _ in self.writes:

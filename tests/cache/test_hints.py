@@ -508,9 +508,8 @@ def test_what_is_not_there_is_not_released_ahead(policy: str) -> None:
 def test_what_was_recovered_or_came_from_a_tier_is_nobodys_to_release() -> None:
     rig = Hinted()
     rig.look(rig.namespace, keys_of(1), giver=1)
-    (ticket,) = rig.cache.stores.begin_fill(rig.namespace.group(0), [keys_of(1)]).values()
-    assert ticket is not None
-    assert rig.cache.stores.end_fill(ticket, [0], [1])
+    (ticket,) = rig.cache.stores.begin_fills(rig.namespace.group(0), [keys_of(1)])
+    assert rig.cache.stores.commit_fill(ticket, [0], [1])
     rig.hint("release", 1)
     assert rig.namespace.counters.released_blocks == 0
 

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
 from kvoffd.cache import POLICY_NAMES
 from kvoffd.cache.asked_keys import PromptUse
 from kvoffd.cache.block_table import BlockIds
 from kvoffd.cache.namespace import MissReason, Namespace
-from kvoffd.cache.tickets import Lease
-from kvoffd.tiering import TieringSettings, WriteMode, promotion_source
+from kvoffd.tiering import TieringSettings, WriteMode, promotion_source, promotions
 from kvoffd.tiering.promotion_source import (
     BEGUN_PER_END,
     ENDED_AT_ONCE,
     MAX_BEGUN,
     MAX_WITHOUT_SPACE,
 )
-from kvoffd.tiering.promotions import MAX_QUEUED, Fill, FillQueue, PromptQueues
 from kvoffd.tiers.tier import PRESENT, Result
 from kvoffd_proto.messages import ABSENT, PENDING, READY, SHARED, HintAction
 from tests.kit.fake_tier import FakeTier
@@ -105,14 +102,17 @@ def test_what_comes_up_waits_for_space_and_evicts_nothing_that_is_pinned(rig: Ti
     rig.check()
 
 
-def test_a_session_that_wants_very_much_leaves_a_part_of_the_queue_to_others(rig: TieringHarness) -> None:
-    namespace, source, queued = rig.open(), rig.source, list[Fill | None]()
-    lease, other = (Lease(number, number, namespace, 1000.0, np.empty(0, np.uint32)) for number in (1, 2))
-    for one, count in ((lease, MAX_QUEUED), (other, MAX_QUEUED // 8)):
-        queue = FillQueue(one.session, one.session, PromptQueues(one), namespace.group(0), rig.group(namespace), source)
-        queued += [rig.tiering.promotions.enqueue(queue, number.to_bytes(8, "big")) for number in range(count)]
-    assert queued[:MAX_QUEUED].count(None) == pytest.approx(MAX_QUEUED / 4, abs=2)
-    assert None not in queued[MAX_QUEUED:]
+def test_a_session_that_wants_very_much_leaves_a_part_of_the_queue_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(promotions, "MAX_QUEUED", 64)
+    rig = TieringHarness(settings=QUIET, regions=64)
+    space = rig.open()
+    rig.put_in_tier(space, keys_of(*range(64 + 8)))
+    ((states,), _) = rig.cache.lookup(space, 1, 1, [(0, keys_of(*range(64)))])
+    assert states.count(ABSENT) == pytest.approx(64 / 4, abs=2)
+    assert states.count(PENDING) + states.count(ABSENT) == 64
+    assert +space.counters.misses == {MissReason.TIER_LATE: states.count(ABSENT)}
+    ((states,), _) = rig.cache.lookup(space, 2, 2, [(0, keys_of(*range(64, 64 + 8)))])
+    assert states.count(PENDING) == 8
 
 
 # --- who waits, and what it holds ------------------------------------------------------------------
@@ -951,6 +951,28 @@ def test_prefetches_of_a_namespace_do_not_wait_for_all_those_of_another() -> Non
         rig.tier.end(next(iter(rig.tier.jobs)))
         reads += 1
     assert reads == 4 + 4, "as many of the other as began together, and its own"
+    rig.check()
+
+
+def test_what_was_blocked_for_long_takes_its_turn_all_the_same(rig: TieringHarness) -> None:
+    space, most_bytes = rig.open(), rig.slots.pool_bytes // 8
+    rig.put_in_tier(space, keys_of(1, 2, 3))
+    stored = rig.begin(space, 0, 0, keys_of(*range(100, 100 + len(rig.slots.in_use))))
+    for number in (1, 2, 3):
+        look_up(rig, space, number, keys_of(number), session=number)
+    rig.tiering.pump()
+    assert not rig.tier.jobs, "there are no slots"
+    rig.cache.stores.abort(stored)
+    rig.clock.now += QUIET.deadline_s - 1.0
+    rig.tiering.pump()
+    assert rig.source.reads.under_way_bytes == most_bytes == 2 * UNIT
+    rig.clock.now += 1.0
+    rig.tiering.tick()
+    assert rig.source.reads.under_way_bytes == most_bytes, "as many are read at once as may be"
+    assert not rig.source.failures
+    rig.bring_up()
+    rig.bring_up()
+    assert look_up(rig, space, 4, keys_of(1, 2, 3)) == bytes([READY] * 3)
     rig.check()
 
 

@@ -543,8 +543,8 @@ def test_used_blocks_are_offered_again_within_the_budget(rig: TieringHarness) ->
         tier.end_all(fault=result)
         tier.blocks.clear()  # the store forgets
         taken = budget.take(3 * UNIT)
-        assert taken
-        budget.refund(3 * UNIT, first_filling=False)
+        assert taken is not None
+        budget.refund(taken)
         rig.use(space, keys_of(1), lease)
     rig.tiering.tick()
     assert len(tier.jobs) == 1

@@ -509,7 +509,7 @@ def test_the_rest_of_the_first_filling_is_no_budget() -> None:
     assert budget.left_share == 1.0
     for _ in range(4):
         assert budget.take(UNIT)
-    assert (budget.left_share, budget.left_bytes, budget.take(UNIT)) == (0.0, 0, False)
+    assert (budget.left_share, budget.left_bytes, budget.take(UNIT)) == (0.0, 0, None)
 
 
 def test_without_disks_nothing_waits_for_them() -> None:
@@ -523,9 +523,14 @@ def test_without_disks_nothing_waits_for_them() -> None:
 
 def test_what_was_not_written_goes_back_to_where_it_came_from() -> None:
     budget = WriteBudget(8_000, lambda: 0.0)
-    assert budget.take(1_000)
+    day = budget.take(1_000)
+    assert day is not None
     budget.first_filling_bytes = 10
-    assert budget.take(60)
-    budget.refund(60, first_filling=True)
-    assert budget.first_filling_bytes == 60
-    assert budget.left_bytes == 60, "the day's bytes stay spent"
+    spent = budget.take(60)
+    assert spent is not None
+    assert (budget.first_filling_bytes, budget.left_bytes) == (0, 0)
+    budget.refund(spent)
+    assert (budget.first_filling_bytes, budget.left_bytes) == (10, 10), "no more than was there"
+    budget.first_filling_bytes = 0
+    budget.refund(day)
+    assert budget.left_bytes == 1_000, "the day's bytes"
