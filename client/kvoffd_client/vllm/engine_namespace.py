@@ -19,7 +19,7 @@ from kvoffd_proto.messages import GroupKeys, PromptReport
 from kvoffd_proto.namespace_differences import differences
 
 PATIENCE_S = 10.0
-"""Time limit for the workers' memory states. Registration has ``deadline_s``."""
+"""Time limit for the workers' memory states. For their registration a lookup's deadline is the limit."""
 APART_S = 60.0
 """Time after which workers should be registered with the scheduler's daemon; ``doctor`` waits as long."""
 

@@ -88,6 +88,7 @@ class RequestLookups:
         if not state.disabled:
             self.hint_sender.send_start_hints(state)
         self.queue.add(request.request_id, request.priority)
+        # vLLM will come to an urgent one before those of the window, so it does not wait for a place there.
         if self.queue.outranks(request.priority) and self.queue.take_lookup(request.request_id, self.keys_of(state)):
             self.look_up(state)
         self._look_up_ahead()
@@ -172,7 +173,8 @@ class RequestLookups:
 
     def keys_of(self, state: RequestState) -> int:
         """Return the number of keys of a request's complete chunks."""
-        return self.groups.chunks_of(len(state.request.block_hashes))
+        hashes = len(state.request.block_hashes)
+        return sum(hashes // group.hashes_per_chunk for group in self.groups)
 
     def may_load(self, state: RequestState) -> bool:
         """Return whether blocks may be loaded for a request."""
