@@ -81,10 +81,13 @@ class KeyedLookup:
     most_tokens: int = 0
     _found_newer: bool = field(default=False, init=False)
     """Whether something that the answer lacks was stored since, as the last search found."""
-    _searched_count: int = field(default=-1, init=False)
-    """``stored.count`` at the last search."""
+    _searched_count: int = field(init=False)
+    """``stored.count`` at the last search, or when this was sent."""
     _lacks: frozenset[bytes] | None = field(default=None, init=False)
     """All keys that the answer lacks, once they were needed."""
+
+    def __post_init__(self) -> None:
+        self._searched_count = self.stored_before
 
     @property
     def asked_chunks(self) -> int:
@@ -139,9 +142,10 @@ class KeyedLookup:
         """Return the states of a group's chunks, root first; empty without an answer, or if it was not asked."""
         return self._all_states(index)[: len(self.chunks.get(index, ()))]
 
-    def results(self, index: int, awaited: frozenset[int]) -> bytes:
-        """Return a byte for each chunk of a group: HIT, COMES where its state is ``awaited``, or MISS."""
-        return self.chunk_states(index).translate(_results_table(awaited))
+    def results(self, awaited: frozenset[int]) -> dict[int, bytes]:
+        """Return by group a byte for each chunk: HIT, COMES where its state is ``awaited``, or MISS."""
+        table = _results_table(awaited)
+        return {index: states.translate(table) for index, states in zip(self.chunks, self.states, strict=False)}
 
     def tail_states(self) -> dict[OffloadKey, int]:
         """Return the states of the tails by vLLM's keys."""
@@ -195,7 +199,7 @@ class KeyedLookup:
             return any(stored.was_stored(key, self.stored_before) for key in self._lacking())
         if self._lacks is None:
             self._lacks = frozenset(self._lacking())
-        return not self._lacks.isdisjoint(stored.since(max(self._searched_count, self.stored_before)))
+        return not self._lacks.isdisjoint(stored.since(self._searched_count))
 
     def _lacking(self) -> Sequence[bytes]:
         """Return the keys that the answer lacks and that could be used now, as they are on the wire."""

@@ -121,7 +121,7 @@ class PromptQueue:
         One that cannot be looked up then stays behind, and is looked up when vLLM comes to it (``take_lookup``).
         """
         while self._order:
-            request_id = heappop(self._order)[2]
+            _, _, request_id = heappop(self._order)
             if request_id in self._behind:
                 return request_id
         return None

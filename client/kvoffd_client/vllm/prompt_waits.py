@@ -125,10 +125,12 @@ class PromptWaits:
         """Wait for an answer for the rest of this step's time for waits. Only one that ``must_come`` is counted, and
         can time out."""
         began, answer_wait = self._engine_clock.read(), self._answer_wait
-        answered = future.wait(answer_wait.left_s) or not must_come
-        self._counters[metrics.LOOKUP_WAITS] += must_come
-        timed_out = answer_wait.record_wait(began, self._engine_clock.read(), answered=answered)
-        self._counters[metrics.LOOKUP_WAITS_TIMED_OUT] += timed_out
+        has_come = future.wait(answer_wait.left_s)
+        timed_out = answer_wait.record_wait(began, self._engine_clock.read(), answered=has_come or not must_come)
+        if must_come:
+            self._counters[metrics.LOOKUP_WAITS] += 1
+        if timed_out:
+            self._counters[metrics.LOOKUP_WAITS_TIMED_OUT] += 1
 
     def _park(self, state: RequestState, own_tokens: int, until: float) -> None:
         """Pass over a request until the answer to its lookup comes, or this time."""

@@ -135,8 +135,8 @@ class RequestLookups:
         if not self.may_load(state):
             return
         client, wait, adapter = namespace.client, state.wait, state.adapter.content
-        session = client, client.session_id
-        is_counted = wait.counted_by == session
+        sender = client, client.session_id
+        is_counted = wait.counted_by == sender
         hashes = [group.hashes(request.block_hashes) for group in self.groups]
         tails: Mapping[int, Sequence[bytes]] = state.tails if is_counted or not any(hashes) else {}
         chunks = {index: found for index, found in enumerate(hashes) if found or index in tails}
@@ -149,7 +149,7 @@ class RequestLookups:
         stored_before, again = client.stored.count, is_counted or bool(tails)
         future = client.lookup(message, again, reported=True, peer=state.hints.peer, giver=state.hints.giver)
         if not again and future.lease_id:
-            wait.counted, wait.counted_by = future, session
+            wait.counted, wait.counted_by = future, sender
         state.in_flight = state.last = KeyedLookup(
             future,
             self.groups,
@@ -198,7 +198,7 @@ class RequestLookups:
             self.end_lease(answered)
             state.failed_at = answered.future.answered_at
             return False
-        if answered.future.pinned and self.clock() >= answered.future.stale_at:
+        if not answered.usable:
             self.end_lease(answered)  # it came long ago, so it is asked again
             return False
         self.read(answered)

@@ -42,7 +42,7 @@ class PreparedScan:
         """Set the results: those of an answer for a request that waits for keys of the ``awaited`` states."""
         self.answer, self.tails.may_ask = answer, may_ask_tails
         if answer is not None:
-            self.results = {index: answer.results(index, awaited) for index in answer.chunks}
+            self.results = answer.results(awaited)
             self.tails.results = {key: result_of(state, awaited) for key, state in answer.tail_states().items()}
 
     def result(self, key: OffloadKey, place: Place) -> LookupResult:
