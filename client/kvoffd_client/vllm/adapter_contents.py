@@ -151,7 +151,7 @@ class AdapterContents:
         return UNREADABLE
 
     def may_want(self, adapter: LoRARequest) -> bool:
-        """Return whether the workers would have read an adapter by the next step without reading a second one in it."""
+        """Return whether the workers may be told to read an adapter in the next step: at most one is read in a step."""
         return self._may_read or not self._needs_reading(adapter)
 
     def want(self, adapter: LoRARequest) -> None:

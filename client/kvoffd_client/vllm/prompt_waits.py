@@ -134,20 +134,19 @@ class PromptWaits:
 
     def _park(self, state: RequestState, own_tokens: int, until: float) -> None:
         """Pass over a request until the answer to its lookup comes, or this time."""
-        future, wait = state.in_flight.future if state.in_flight is not None else None, state.wait
-        request_id, ask_order = state.request.request_id, None
-        if wait.tier.is_awaited:
+        request_id, tier_wait, ask_order = state.request.request_id, state.wait.tier, None
+        if tier_wait.is_awaited:
             self._queue.wait_for_tier(request_id)
             if state.answer is not None and state.answer.future.asking:  # it asks again in turns with others
-                ask_order, until = state.number, max(until, wait.tier.judge_at)
+                ask_order, until = state.number, max(until, tier_wait.judge_at)
         parked = Parked(
             own_tokens,
             until,
-            future,
-            in_turns=wait.tier.is_awaited,
+            state.in_flight.future if state.in_flight is not None else None,
+            in_turns=tier_wait.is_awaited,
             priority=state.request.priority,
             ask_order=ask_order,
-            ask_at=wait.tier.ask_at,
+            ask_at=tier_wait.ask_at,
         )
         self._parked.park(request_id, parked)
 

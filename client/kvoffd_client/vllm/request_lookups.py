@@ -206,9 +206,10 @@ class RequestLookups:
         self.end_lease(state.answer)
         state.answer = answered
         state.wait.promoted.record(answered)
-        now = self._engine_clock.read()
-        answered_at = now - (self.clock() - answered.future.answered_at)  # by the engine's clock
-        state.wait.tier.set_next_lookup(answered_at, now, answered.future.wait_s)
+        if answered.is_coming:
+            now = self._engine_clock.read()
+            answered_at = now - (self.clock() - answered.future.answered_at)  # by the engine's clock
+            state.wait.tier.set_next_lookup(answered_at, now, answered.future.wait_s)
         return True
 
     def read(self, lookup: KeyedLookup) -> None:
