@@ -355,7 +355,8 @@ class Session(Closing):
     ) -> KvoffdClientError | None:
         """Send a message; return the error if it cannot be sent.
 
-        ``on_reply`` is called once, perhaps before this returns, with the reply or the reason why there is none.
+        ``on_reply`` is called once, perhaps before this returns, with the reply or the reason why there is none. ``now``
+        and ``timeout_s`` are its time and its limit.
         """
         frame, limits, owed_since = encode(message), self._limits, self._owed_since
         refused: KvoffdClientError | None = None
@@ -403,9 +404,9 @@ class Session(Closing):
         since: a reply that was lost must not make the daemon seem silent."""
         late = [request_id for request_id, (deadline, _) in self._pending.items() if deadline <= now]
         for request_id in late:
-            entry = self._pending.pop(request_id, None)
-            if entry is not None:  # a callback may have ended the session and its requests
-                entry[1](RequestTimeout("The kvoffd daemon did not answer in time; try again later."), now)
+            _, on_reply = self._pending.pop(request_id, (0.0, None))
+            if on_reply is not None:  # else an earlier callback has ended the session and its requests
+                on_reply(RequestTimeout("The kvoffd daemon did not answer in time; try again later."), now)
                 self._transport.notify()
         self._next_expiry = min((deadline for deadline, _ in self._pending.values()), default=NEVER)
         owed = self._owed_since < NEVER and not self._pending

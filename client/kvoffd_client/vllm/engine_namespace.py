@@ -12,6 +12,7 @@ from typing import cast
 
 from kvoffd_client.namespace import NamespaceSpec
 from kvoffd_client.scheduler_client import SchedulerClient, StoredKeys
+from kvoffd_client.vllm.adapters import UNREADABLE
 from kvoffd_client.vllm.fingerprint import with_live_weights
 from kvoffd_client.vllm.log import logger
 from kvoffd_proto.events import KvEvent
@@ -198,17 +199,17 @@ class EngineNamespace:
     def adapter_digest(self, number: int, path: str) -> bytes | None:
         """Return the digest of a LoRA adapter by number, over all workers.
 
-        None if they have not reported it for this path yet; empty if they cannot determine it.
+        None if they have not reported it for this path yet; UNREADABLE if they cannot determine it.
         """
         if self.current is None:
             return None
         digests: list[bytes] = []
         for _, state in sorted(self._memory.items()):
             if state.adapters is None:
-                return b""
+                return UNREADABLE
             its_path, digest = state.adapters.get(number, ("", None))
-            if digest == b"":
-                return b""
+            if digest == UNREADABLE:
+                return UNREADABLE
             if digest is not None and its_path == path:
                 digests.append(digest)
         is_known = digests and len(digests) == len(self._memory)
