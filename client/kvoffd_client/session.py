@@ -355,8 +355,8 @@ class Session(Closing):
     ) -> KvoffdClientError | None:
         """Send a message; return the error if it cannot be sent.
 
-        ``on_reply`` is called once, perhaps before this returns, with the reply or the reason why there is none. ``now``
-        and ``timeout_s`` are its time and its limit.
+        ``on_reply`` is called once, perhaps before this returns, with the reply or the reason why there is none.
+        ``now`` and ``timeout_s`` are its time and its limit.
         """
         frame, limits, owed_since = encode(message), self._limits, self._owed_since
         refused: KvoffdClientError | None = None

@@ -96,6 +96,7 @@ class LoadAdmission:
         self._clock, self._loading = clock, loading
         groups = kv_cache_config.kv_cache_groups
         self._specs = [next(iter(iter_layer_specs(one.kv_cache_spec))) for one in groups if not one.host_resident]
+        """Spec of a layer of each group: blocks of its other layers have as many tokens, and as large a window."""
         self._most_by_spec = [_most_blocks(spec, vllm_config) for spec in self._specs]
         """Most blocks of each spec that vLLM gives to a request of any length."""
         self._context_parallel = vllm_config.parallel_config.decode_context_parallel_size

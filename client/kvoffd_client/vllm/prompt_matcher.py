@@ -112,7 +112,7 @@ class PromptMatcher:
             return False
         least, most = loadable
         if admission.waits_for_earlier(request, own_tokens + most):
-            return True
+            return True  # whatever it loads, too much is left to compute
         if admission.has_deferred and self._has_load(request, least, most):
             return True
         may_wait = admission.has_deferred or admission.waits_for_earlier(request, own_tokens + least)
