@@ -183,8 +183,10 @@ class PromptWaits:
         return True
 
     def look_up_tails(self, state: RequestState, own_tokens: int) -> bool:
-        """Look up the tails that vLLM wanted in its scan, and prepare a second one. Returns as ``prepare_scan``."""
-        self._lookups.look_up_tails(state)
+        """Look up the tails that vLLM wanted in its scan, with the chunks, and prepare a second scan. Returns as
+        ``prepare_scan``."""
+        state.tails = self._lookups.groups.hashes_of(reversed(state.scan.tails.wanted))
+        self._lookups.look_up(state)
         has_all = state.scan.engine_has_all
         may_scan = self.prepare_scan(state, own_tokens, engine_has_all=has_all, may_have_tail=True)
         state.scan.tails.may_ask = False  # the second scan takes what is known

@@ -166,11 +166,6 @@ class RequestLookups:
         self._counters[metrics.LOOKUPS] += 1
         self.queue.enter_window(request.request_id, request.num_prompt_tokens, request.priority, future)
 
-    def look_up_tails(self, state: RequestState) -> None:
-        """Look up the tails that vLLM wanted in its scan, with the chunks."""
-        state.tails = self.groups.hashes_of(reversed(state.scan.tails.wanted))
-        self.look_up(state)
-
     def keys_of(self, state: RequestState) -> int:
         """Return the number of keys of a request's complete chunks."""
         hashes = len(state.request.block_hashes)
