@@ -309,7 +309,7 @@ class KvoffdConnector(OffloadingConnector):
         self._has_unsent_stores = bool(meta.store_jobs) and not starts_stores
         self._new_blocks.clear()
         self._begun_blocks.clear()
-        generation, joined = namespace.begin_step()
+        generation, joined = namespace.take_message()
         return ConnectorMetadata(
             **vars(meta),
             generation=generation,

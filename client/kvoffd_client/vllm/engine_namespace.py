@@ -232,8 +232,8 @@ class EngineNamespace:
         if self._search is Search.UNNEEDED:
             self._search = Search.WANTED
 
-    def begin_step(self) -> tuple[int | None, NamespaceSpec | None]:
-        """Return the message to the workers for this step: the generation to report, the namespace to register in."""
+    def take_message(self) -> tuple[int | None, NamespaceSpec | None]:
+        """Return what this step asks of the workers: the generation to report, the namespace to register in."""
         if self._must_announce:
             self._must_announce = False
             return self.generation, self.current
