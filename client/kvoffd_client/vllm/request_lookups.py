@@ -86,7 +86,7 @@ class RequestLookups:
             )
             state.disabled = True
         if not state.disabled:
-            self.hint_sender.send_start_hints(state)
+            self.hint_sender.send_start_hints(state)  # now, although its lookup may have to wait
         self.queue.add(request.request_id, request.priority)
         # vLLM will come to an urgent one before those of the window, so it does not wait for a place there.
         if self.queue.outranks(request.priority) and self.queue.take_lookup(request.request_id, self.keys_of(state)):
