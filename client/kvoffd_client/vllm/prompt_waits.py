@@ -89,7 +89,8 @@ class PromptWaits:
         an idle engine pauses here once in a step, unless the next one has something to do."""
         if self._must_wake:
             self._must_wake = False
-            self._wake()
+            if self._parked:
+                self._wake()
         if not self._parked.is_parked(request_id, own_tokens):
             return False
         may_pause = self._engine_clock.is_idle and self._may_pause and self._engine.may_pause
@@ -100,8 +101,6 @@ class PromptWaits:
 
     def _wake(self) -> None:
         """Wake the parked requests whose time, answer or turn has come."""
-        if not self._parked:
-            return
         if self._namespace.serves and self._namespace.registered:
             self._namespace.client.poll()
             self._queue.wake_for_lookups()
@@ -354,7 +353,7 @@ class PromptWaits:
         be faster than computing it after the earlier prompts. Else it loads the blocks that are ready."""
         tier_wait, answer, client = state.wait.tier, state.answer, self._namespace.client
         was_awaited, tier_wait.is_awaited = tier_wait.is_awaited, False
-        if answer is None or tier_wait.has_ended or not any(map(answer.has, state.tiers)):
+        if answer is None or not answer.is_coming or tier_wait.has_ended or not any(map(answer.has, state.tiers)):
             return
         if self._lookups.has_failed(state) or not client.ready:
             return  # the daemon does not report promotions
