@@ -81,13 +81,10 @@ class KeyedLookup:
     most_tokens: int = 0
     _found_newer: bool = field(default=False, init=False)
     """Whether something that the answer lacks was stored since, as the last search found."""
-    _searched_count: int = field(init=False)
-    """``stored.count`` at the last search, or when this was sent."""
+    _searched_count: int = field(default=-1, init=False)
+    """``stored.count`` at the last search."""
     _lacks: frozenset[bytes] | None = field(default=None, init=False)
     """All keys that the answer lacks, once they were needed."""
-
-    def __post_init__(self) -> None:
-        self._searched_count = self.stored_before
 
     @property
     def asked_chunks(self) -> int:
@@ -185,7 +182,7 @@ class KeyedLookup:
         """
         if stored is not self.stored:
             return True
-        if not self._found_newer and (count := stored.count) != self._searched_count:
+        if not self._found_newer and (count := stored.count) not in (self.stored_before, self._searched_count):
             self._found_newer = self._was_stored(stored)
             self._searched_count = count
         return self._found_newer
@@ -199,7 +196,7 @@ class KeyedLookup:
             return any(stored.was_stored(key, self.stored_before) for key in self._lacking())
         if self._lacks is None:
             self._lacks = frozenset(self._lacking())
-        return not self._lacks.isdisjoint(stored.since(self._searched_count))
+        return not self._lacks.isdisjoint(stored.since(max(self._searched_count, self.stored_before)))
 
     def _lacking(self) -> Sequence[bytes]:
         """Return the keys that the answer lacks and that could be used now, as they are on the wire."""

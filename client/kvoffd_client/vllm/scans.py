@@ -43,7 +43,8 @@ class PreparedScan:
         self.answer, self.tails.may_ask = answer, may_ask_tails
         if answer is not None:
             self.results = answer.results(awaited)
-            self.tails.results = {key: result_of(state, awaited) for key, state in answer.tail_states().items()}
+            if answer.tails:
+                self.tails.results = {key: result_of(state, awaited) for key, state in answer.tail_states().items()}
 
     def result(self, key: OffloadKey, place: Place) -> LookupResult:
         """Return vLLM's result for a key."""
