@@ -218,6 +218,7 @@ class SchedulerClient(Session):
                 another argument of a wrong type or value.
         """
         count = self._count_keys(groups)
+        # Without the keys, which may be many and are checked above.
         check(m.Lookup(m.NO_REPLY, self._fingerprint, m.MIN_LEASE_ID, [], again, reported, peer, giver))
         with self._transport.lock:
             now = self._transport.now()

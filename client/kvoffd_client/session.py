@@ -356,6 +356,7 @@ class Session(Closing):
         """Send a message; return the error if it cannot be sent.
 
         ``callback`` is called once, perhaps before this returns, with the reply or the reason why there is none.
+        ``now`` and ``timeout_s`` are its time and its limit.
         """
         frame, limits, owed_since = encode(message), self._limits, self._owed_since
         refused: KvoffdClientError | None = None
@@ -404,7 +405,7 @@ class Session(Closing):
         late = [request_id for request_id, (deadline, _) in self._pending.items() if deadline <= now]
         for request_id in late:
             _, callback = self._pending.pop(request_id, (0.0, None))
-            if callback is not None:  # else another callback has ended the session and its requests
+            if callback is not None:  # else an earlier callback has ended the session and its requests
                 callback(RequestTimeout("The kvoffd daemon did not answer in time; try again later."), now)
                 self._transport.notify()
         self._next_expiry = min((deadline for deadline, _ in self._pending.values()), default=NEVER)

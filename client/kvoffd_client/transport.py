@@ -262,6 +262,7 @@ class SocketTransport:
             self._jobs.send(frame, _NOW)
         except zmq.Again:
             return False
+        # Sending may have consumed the signal of a message that has come; see the rule in the class's docstring.
         unread = self._reader_fd is None and cast(int, self._jobs.get(_EVENTS)) & _READABLE
         if unread or self._session.wake_at() < self._sleeping_until:
             self._wake_thread()

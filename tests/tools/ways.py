@@ -1,9 +1,10 @@
-"""The functions that a reader follows on each way through the daemon: ``python -m tests.tools.ways [WAY...]``.
+"""The functions that a reader follows on each way through the code: ``python -m tests.tools.ways [WAY...]``.
 
-It drives a real ``Service`` without sockets, over blocks of one group and one rank, and watches with ``sys.setprofile``
-what is called. For each way it prints the functions of ``kvoffd`` and ``kvoffd_proto`` in the order of their first
-calls, and two counts: how many there are, and how often the next one is in another file. Left out are lambdas and
-comprehensions, which are read where they stand, C, and the loops of threads, which began before.
+It drives a real ``Service``, or vLLM's real scheduler with the connector in it, without sockets, over blocks of one
+group and one rank, and watches with ``sys.setprofile`` what is called. For each way it prints the functions of
+``kvoffd``, ``kvoffd_client`` and ``kvoffd_proto`` in the order of their first calls, and two counts: how many there
+are, and how often the next one is in another file. Left out are lambdas and comprehensions, which are read where they
+stand, C, and the loops of threads, which began before.
 """
 
 from __future__ import annotations
@@ -14,16 +15,17 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from itertools import count, pairwise
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 import kvoffd
+import kvoffd_client
 import kvoffd_proto
 from kvoffd.cache.cache import Cache
 from kvoffd.server.events import EventLog
@@ -34,19 +36,30 @@ from kvoffd.tiering.tiering import Tiering
 from kvoffd.tiers.disk import DiskOptions, DiskTier
 from kvoffd.tiers.shared import SharedTier
 from kvoffd.tiers.store import Credentials, open_store
+from kvoffd_client.scheduler_client import SchedulerClient
 from kvoffd_client.worker_client import Job, submit_of
 from kvoffd_proto import codec
 from kvoffd_proto import messages as m
 from kvoffd_proto.messages import GroupTransfer
+from tests.client.test_session import PaperLink, connect
+from tests.kit.clock import Clock
+from tests.kit.models import make_tiny_llama
 from tests.kit.redis_server import RedisServer
 from tests.kit.waiting import wait_until
 from tests.server.test_service import KEY, NAMESPACE, REGISTRATION, Bench
 
-PACKAGES = {f"{Path(package.__file__ or '').parent}/": f"{package.__name__}/" for package in (kvoffd, kvoffd_proto)}
+PACKAGES = {
+    f"{Path(package.__file__ or '').parent}/": f"{package.__name__}/"
+    for package in (kvoffd, kvoffd_client, kvoffd_proto)
+}
 ROUNDS = 3
 """Times that each way is gone; the last is shown. In the first, buffers grow and C functions are looked up."""
 DEADLINE_S = 30.0
 DISK_BYTES, REGION_BYTES = 16 << 20, 1 << 20
+PROMPT_BLOCKS, BLOCK_TOKENS = 3, 32
+"""Blocks of a prompt in the engine's way, and their tokens."""
+STEPS = 50
+"""Most steps in which such a prompt is loaded and computed."""
 
 
 class Function(NamedTuple):
@@ -259,6 +272,40 @@ class Daemon:
         return key
 
 
+class ClockedLink(PaperLink):
+    """A link of paper with a clock."""
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__()
+        self.now = clock  # type: ignore[method-assign]
+
+
+class Engine:
+    """vLLM's scheduler with the connector in it, and a real client over a link of paper."""
+
+    def __init__(self, recorder: Recorder, directory: Path) -> None:
+        from tests.vllm.scheduler_harness import SchedulerHarness  # imports vLLM, which may not be installed
+        from tests.vllm.vllm_config import make_config
+
+        self.recorder = recorder
+        config = make_config(make_tiny_llama(directory / "model"), {"directory": str(directory)}, max_model_len=1024)
+        self.harness = SchedulerHarness(config, blocks=100)
+        self.link = ClockedLink(self.harness.clock)
+        namespace = self.harness.manager.namespace
+        assert namespace.current is not None
+        self.client = SchedulerClient("/paper", namespace.current, record_stored=True, transport=self.link)
+        connect(self.client, self.link, self.link.now())
+        namespace.client = self.client
+        self.numbers = count(1)
+
+    def reply(self) -> Callable[[], None]:
+        """Return what handles the reply to the last lookup: all of its keys are ready."""
+        asked = self.link.last(m.Lookup)
+        states = [bytes([m.READY]) * PROMPT_BLOCKS for _ in asked.groups]
+        frame = codec.encode(m.LookupReply(asked.request_id, asked.lease_id, states, PROMPT_BLOCKS, 60_000))
+        return lambda: self.client.on_reply(codec.decode_reply(frame), self.link.now())
+
+
 # --- the ways: each leaves what it called in the recorder --------------------------------------------
 
 
@@ -340,6 +387,18 @@ def redis_promotion(daemon: Daemon) -> None:
     daemon.deliver(lambda: daemon.is_ready(key))
 
 
+def connector_lookup(engine: Engine) -> None:
+    """A lookup that hits, from a prompt's arrival at the connector to the frame, and from the reply to vLLM's load."""
+    name, harness = str(next(engine.numbers)), engine.harness
+    add = partial(harness.add, name, [int(name)] * (PROMPT_BLOCKS * BLOCK_TOKENS + 1))
+    engine.recorder.step(add, "KvoffdConnector.on_new_request")
+    engine.recorder.step(engine.reply())
+    request = harness.scheduler.requests[name]
+    engine.recorder.step(harness.step, "KvoffdConnector.get_num_new_matched_tokens")
+    assert harness.loaded[-1] == name
+    harness.end([request], STEPS)
+
+
 @contextmanager
 def without_tiers() -> Iterator[Daemon]:
     daemon = Daemon(Recorder())
@@ -397,7 +456,17 @@ def with_redis() -> Iterator[Daemon]:
             daemon.bench.pool.close()
 
 
-WAYS = {
+@contextmanager
+def with_engine() -> Iterator[Engine]:
+    with tempfile.TemporaryDirectory() as directory:
+        engine = Engine(Recorder(), Path(directory))
+        try:
+            yield engine
+        finally:
+            engine.harness.close()
+
+
+WAYS: dict[str, tuple[Callable[[], AbstractContextManager[Any]], Callable[[Any], None]]] = {
     "lookup": (without_tiers, lookup),
     "store": (without_tiers, store),
     "store-end": (without_tiers, store_end),
@@ -407,17 +476,19 @@ WAYS = {
     "disk-write": (with_disk, disk_write),
     "promotion": (with_disk, promotion),
     "redis-promotion": (with_redis, redis_promotion),
+    "connector-lookup": (with_engine, connector_lookup),
 }
 
 
 def go(name: str) -> Way:
     """Go a way, and return it."""
-    make_daemon, do = WAYS[name]
-    with make_daemon() as daemon:
+    make_rig, do = WAYS[name]
+    with make_rig() as rig:
         for _ in range(ROUNDS):
-            daemon.recorder.take()
-            do(daemon)
-        return daemon.recorder.take()
+            rig.recorder.take()
+            do(rig)
+        way: Way = rig.recorder.take()
+        return way
 
 
 def main() -> None:

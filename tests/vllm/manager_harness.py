@@ -75,7 +75,7 @@ class ManagerHarness:
         report = replace(report, adapters=adapters)
         namespace.update({0: report})
         assert namespace.current is not None
-        namespace.begin_step()
+        namespace.take_message()
         if not problem:
             report = replace(report, registered=namespace.current.fingerprint)
             namespace.update({0: report})

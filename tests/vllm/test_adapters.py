@@ -333,12 +333,12 @@ def test_one_adapter_is_asked_for_in_a_step(tmp_path: Path) -> None:
     """A step waits while it is read. What blocks are loaded for is looked at in any case."""
     known = Scheduler().adapters
     first, second, third = (lora_request(tmp_path, number) for number in (1, 2, 3))
-    known.check(first)
-    assert known.may_check(first)
-    assert not known.may_check(second)
-    known.check(third)
+    known.want(first)
+    assert known.may_want(first)
+    assert not known.may_want(second)
+    known.want(third)
     assert known.take_wanted() == [first, third]
-    assert known.may_check(second)
+    assert known.may_want(second)
     assert known.take_wanted() == []
 
 

@@ -49,18 +49,18 @@ def test_where_no_client_could_be_made_it_is_tried_after_the_next_reset() -> Non
 def test_silent_workers_are_asked_again_after_a_reset() -> None:
     clock = Clock()
     namespace = made(clock)
-    assert namespace.begin_step() == (0, None)
+    assert namespace.take_message() == (0, None)
     namespace.update({0: MemoryState(ONE, "weights", 0)})
     assert namespace.needs_steps
     clock.now += PATIENCE_S
     assert not namespace.needs_steps
-    assert namespace.begin_step() == (None, None)
+    assert namespace.take_message() == (None, None)
     namespace.update({1: MemoryState(ONE, "weights", 0)})
     assert namespace.current is not None, "the last one was late"
     namespace.leave(engine_cache_kept=False)
-    assert namespace.begin_step() == (None, None), "nothing is computed yet"
+    assert namespace.take_message() == (None, None), "nothing is computed yet"
     namespace.ask()
-    assert namespace.begin_step() == (1, None)
+    assert namespace.take_message() == (1, None)
     namespace.update({rank: MemoryState(ONE, "weights", 1) for rank in range(2)})
     assert namespace.current is not None
 

@@ -890,7 +890,7 @@ def test_a_load_carries_keys_and_lease_and_gives_the_lease_back_when_done(harnes
     spec = harness.manager.prepare_load(KEYS[1:], context)
     assert spec.groups == (block_hash(2) + block_hash(3),)
     assert (spec.lease_id, spec.load_tokens) == (lease_id, 2 * CHUNK_TOKENS)
-    assert harness.manager.is_loading("r")
+    assert "r" in harness.manager.lookups.loading
     harness.manager.on_request_finished(context)
     assert harness.client.released == []  # the load still runs
     for _ in range(2):
@@ -1597,7 +1597,7 @@ def test_the_end_of_a_steps_output_ends_the_step(harness: ManagerHarness) -> Non
     for _ in range(2):  # the first is taken for one in which the engine compiles
         harness.manager.begin_step([1024])
         harness.clock.now += 0.5
-        harness.manager.take_events()
+        harness.manager.step_ended()
     assert harness.prefill.tokens_per_second == 2048
 
 

@@ -47,7 +47,7 @@ class AdapterContents:
 
     While it may have blocks of two contents for one of them, requests of that one do not use kvoffd.
 
-    A step's message to the workers names adapters that they must have read in it (``check``). They report the contents
+    A step's message to the workers names adapters that they must have read in it (``want``). They report the contents
     of those that they have in memory, until they drop them.
 
     Args:
@@ -115,10 +115,10 @@ class AdapterContents:
         now, is_first = self._clock(), own.asked_at is None
         if not is_first and now - own.last_asked_at < (ANSWER_PATIENCE_S if self._had_unasked else ASK_AGAIN_S):
             return
-        if not self.may_check(adapter):
+        if not self.may_want(adapter):
             self._has_unasked |= is_first
             return
-        self.check(adapter)
+        self.want(adapter)
         own.last_asked_at = now
         if is_first:
             own.asked_at = now
@@ -150,18 +150,18 @@ class AdapterContents:
         )
         return UNREADABLE
 
-    def may_check(self, adapter: LoRARequest) -> bool:
-        """Return whether the workers can check an adapter in the next step without reading a second one."""
+    def may_want(self, adapter: LoRARequest) -> bool:
+        """Return whether the workers may be told to read an adapter in the next step: at most one is read in a step."""
         return self._may_read or not self._needs_reading(adapter)
 
-    def check(self, adapter: LoRARequest) -> None:
+    def want(self, adapter: LoRARequest) -> None:
         """Have the workers read an adapter in the next step, unless it is loaded: to report it, and before blocks of it
         are loaded, as its files may have changed."""
         self._may_read &= not self._needs_reading(adapter)
         self._wanted[adapter.lora_int_id] = adapter
 
     def _needs_reading(self, adapter: LoRARequest) -> bool:
-        """Return whether the workers would read one more adapter to check this one."""
+        """Return whether the workers would read this adapter, in addition to those wanted by now."""
         return adapter.lora_int_id not in self._wanted and self._digest_of(adapter) is None
 
     def _digest_of(self, adapter: LoRARequest) -> bytes | None:

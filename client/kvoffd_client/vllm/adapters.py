@@ -126,7 +126,7 @@ class LiveAdapters:
         if len(self._contents) >= MAX_REMEMBERED and number not in self._contents:
             self.forget_absent()
             self._changed()  # changes of forgotten adapters would go unnoticed
-        _, before = self._contents.pop(number, ("", UNREADABLE))
+        _, before = self._contents.pop(number, ("", UNREADABLE))  # UNREADABLE too if it was not read before
         try:
             content = self._digest(adapter)
         except Exception:

@@ -66,10 +66,6 @@ class ChunkGroups(tuple[ChunkGroup, ...]):
         """Index of each group by the suffix of its keys."""
         return {group.suffix: index for index, group in enumerate(self)}
 
-    def chunks_of(self, hashes: int) -> int:
-        """Return the number of complete chunks of a request with this many block hashes, in all groups together."""
-        return sum(hashes // group.hashes_per_chunk for group in self)
-
     def index_of(self, key: OffloadKey) -> int:
         """Return the index of a key's group."""
         return self.indices[key[-GROUP_ID_BYTES:]]

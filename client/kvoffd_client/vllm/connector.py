@@ -8,7 +8,6 @@ import logging
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from math import inf
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -115,10 +114,15 @@ class KvoffdConnector(OffloadingConnector):
         self._manager.begin_engine(engine)
         self._manager.lookups.enabled = vllm_config.kv_transfer_config.is_kv_consumer
         self._manager.stores.enabled = vllm_config.kv_transfer_config.is_kv_producer
-        requests = self._manager.requests
-        replace_searches(self.connector_scheduler, self._manager.groups, lambda request_id: requests[request_id].scan)
+        replace_searches(self.connector_scheduler, self._manager.groups, self._manager.requests)
         self._matcher = PromptMatcher(
-            vllm_config, kv_cache_config, self._manager, self._shape, self._scan, engine.tail_tokens
+            vllm_config,
+            kv_cache_config,
+            self._manager,
+            self._shape,
+            engine.tail_tokens,
+            scan=super().get_num_new_matched_tokens,
+            scan_part=self.connector_scheduler.get_num_new_matched_tokens,
         )
         if engine.publishes_events:
             self._manager.stores.events = HostBlockEvents(
@@ -143,12 +147,13 @@ class KvoffdConnector(OffloadingConnector):
         return spec.memory if current_platform.is_cpu() else None
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """As vLLM's; also takes the digest of the weights."""
+        """As vLLM's; first takes the digest of the weights, and has Model Runner V2 wait for stores in time."""
         config, cache = self._vllm_config, self._kv_cache_config
         self._contents.find(config)
-        specs = [spec for group in cache.kv_cache_groups for spec in iter_layer_specs(group.kv_cache_spec)]
-        writes_early = cache.needs_kv_cache_zeroing or any(isinstance(spec, MambaSpec) for spec in specs)
         is_patched = patch_v2_runner_fence(self._contents.weights.runner, self._fence)
+        specs = [spec for group in cache.kv_cache_groups for spec in iter_layer_specs(group.kv_cache_spec)]
+        # V2 writes to blocks before it calls handle_preemptions() if it zeroes them or copies states.
+        writes_early = cache.needs_kv_cache_zeroing or any(isinstance(spec, MambaSpec) for spec in specs)
         if config.use_v2_model_runner and writes_early and not is_patched:
             raise ValueError(
                 "kvoffd cannot serve this engine: its model runner writes to blocks before their stores have ended, in "
@@ -157,8 +162,8 @@ class KvoffdConnector(OffloadingConnector):
         super().register_kv_caches(kv_caches)
 
     def _fence(self, metadata: OffloadingConnectorMetadata) -> None:
-        """Send the last step's stores and wait for those whose blocks this step writes to, as vLLM's
-        handle_preemptions(), after which it is called again."""
+        """Send the last step's stores and wait for those whose blocks this step writes to. Model Runner V2 calls this
+        before it writes (``patch_v2_runner_fence``), and our handle_preemptions() later in the same step."""
         self._leave_if_changed()
         super().handle_preemptions(metadata)
 
@@ -178,6 +183,8 @@ class KvoffdConnector(OffloadingConnector):
         """
         worker: KvoffdWorker = self.connector_worker.worker
         contents, generation = self._contents, kv_connector_metadata.generation
+        # In this order: reading an adapter may show that its content has changed. Then no store may be sent, and only a
+        # new digest lets the worker join again.
         contents.adapters.read_ahead(kv_connector_metadata.adapters)
         self._leave_if_changed()
         contents.renew_digest(generation)
@@ -276,14 +283,6 @@ class KvoffdConnector(OffloadingConnector):
             return 0, False
         return tokens, bool(tokens)  # always asynchronous, as a load that fails inside a step cannot be recomputed
 
-    def _scan(self, request: Request, own_tokens: int, most_tokens: int | None) -> int | None:
-        """Return how many tokens vLLM finds to load, of ``most_tokens`` if given; None if the request must wait."""
-        if most_tokens is None:
-            tokens, _ = super().get_num_new_matched_tokens(request, own_tokens)
-        else:
-            tokens, _ = self.connector_scheduler.get_num_new_matched_tokens(request, own_tokens, most_tokens)
-        return tokens
-
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """As vLLM's; also releases the pinned blocks of a request that is scheduled without a load."""
         if HAS_DEFECTS_OF_0_32:
@@ -300,18 +299,17 @@ class KvoffdConnector(OffloadingConnector):
         namespace, scheduler = self._manager.namespace, self.connector_scheduler
         self._reset_since_step = False
         self._matcher.begin_step()
-        new = scheduler_output.scheduled_new_reqs
         self._manager.begin_step(scheduler_output.num_scheduled_tokens.values())
         if scheduler_output.total_num_scheduled_tokens > 0:
             namespace.ask()  # these tokens need a digest of the weights
-        if HAS_DEFECTS_OF_0_32 and new:
-            forget_session_blocks(scheduler, [each.req_id for each in new])
+        if HAS_DEFECTS_OF_0_32:
+            forget_session_blocks(scheduler, [each.req_id for each in scheduler_output.scheduled_new_reqs])
         meta = super().build_connector_meta(self._as_vllm_reads_it(scheduler_output))
         starts_stores = bool(meta.store_jobs) and not scheduler_output.total_num_scheduled_tokens
         self._has_unsent_stores = bool(meta.store_jobs) and not starts_stores
         self._new_blocks.clear()
         self._begun_blocks.clear()
-        generation, joined = namespace.begin_step()
+        generation, joined = namespace.take_message()
         return ConnectorMetadata(
             **vars(meta),
             generation=generation,
@@ -338,19 +336,16 @@ class KvoffdConnector(OffloadingConnector):
             tokens = {each: count for each, count in output.num_scheduled_tokens.items() if each not in new}
             changes["num_scheduled_tokens"] = tokens
         if preempted := output.preempted_req_ids:
-            changes["preempted_req_ids"] = {each for each in preempted if not self._manager.is_loading(each)}
+            changes["preempted_req_ids"] = preempted - self._manager.lookups.loading.keys()
         if (state := output.kv_connector_block_state) is not None and state.boundary_state_offloads:
-            wanted = {
-                request_id: [offer for offer in offered if offer[2] <= self._most_stored(request_id)]
-                for request_id, offered in state.boundary_state_offloads.items()
-            }
+            wanted = {}
+            for request_id, offered in state.boundary_state_offloads.items():
+                status = self.connector_scheduler._req_status.get(request_id)
+                most = status.max_offload_tokens if status is not None else None
+                # A state is offered by group, block, and the number of tokens at which it was taken.
+                wanted[request_id] = [one for one in offered if most is None or one[2] <= most]
             changes["kv_connector_block_state"] = replace(state, boundary_state_offloads=wanted)
         return replace(output, **changes) if changes else output
-
-    def _most_stored(self, request_id: str) -> float:
-        status = self.connector_scheduler._req_status.get(request_id)
-        most = status.max_offload_tokens if status is not None else None
-        return inf if most is None else most
 
     def has_pending_push_work(self) -> bool:
         """As vLLM's, but False for running stores unless KV events are published.
@@ -362,7 +357,9 @@ class KvoffdConnector(OffloadingConnector):
             return False
         if getattr(self.connector_scheduler, "_reset_fence", None):
             return True
-        return self._manager.stores.events is not None or self._has_unsent_stores or self._manager.is_busy
+        manager = self._manager
+        must_step = bool(manager.lookups.loading) or manager.namespace.needs_steps
+        return must_step or manager.stores.events is not None or self._has_unsent_stores
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """As vLLM's; first handles the workers' news, so that failed blocks are not used again."""
@@ -376,8 +373,9 @@ class KvoffdConnector(OffloadingConnector):
 
         vLLM calls this once for each step with output, in order.
         """
-        self._manager.namespace.step_ended()
-        return self._manager.take_events()
+        self._manager.step_ended()
+        events = self._manager.stores.events
+        return events.take(self._manager.namespace) if events is not None else ()
 
     def reset_cache(self) -> bool | None:
         """Stop using the daemon until the workers have taken new digests of the weights.

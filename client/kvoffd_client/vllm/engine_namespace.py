@@ -12,6 +12,7 @@ from typing import cast
 
 from kvoffd_client.namespace import NamespaceSpec
 from kvoffd_client.scheduler_client import SchedulerClient, StoredKeys
+from kvoffd_client.vllm.adapters import UNREADABLE
 from kvoffd_client.vllm.fingerprint import with_live_weights
 from kvoffd_client.vllm.log import logger
 from kvoffd_proto.events import KvEvent
@@ -19,7 +20,7 @@ from kvoffd_proto.messages import GroupKeys, PromptReport
 from kvoffd_proto.namespace_differences import differences
 
 PATIENCE_S = 10.0
-"""Time limit for the workers' memory states. Registration has ``deadline_s``."""
+"""Time limit for the workers' memory states. For their registration a lookup's deadline is the limit."""
 APART_S = 60.0
 """Time after which workers should be registered with the scheduler's daemon; ``doctor`` waits as long."""
 
@@ -198,17 +199,17 @@ class EngineNamespace:
     def adapter_digest(self, number: int, path: str) -> bytes | None:
         """Return the digest of a LoRA adapter by number, over all workers.
 
-        None if they have not reported it for this path yet; empty if they cannot determine it.
+        None if they have not reported it for this path yet; UNREADABLE if they cannot determine it.
         """
         if self.current is None:
             return None
         digests: list[bytes] = []
         for _, state in sorted(self._memory.items()):
             if state.adapters is None:
-                return b""
+                return UNREADABLE
             its_path, digest = state.adapters.get(number, ("", None))
-            if digest == b"":
-                return b""
+            if digest == UNREADABLE:
+                return UNREADABLE
             if digest is not None and its_path == path:
                 digests.append(digest)
         is_known = digests and len(digests) == len(self._memory)
@@ -231,8 +232,8 @@ class EngineNamespace:
         if self._search is Search.UNNEEDED:
             self._search = Search.WANTED
 
-    def begin_step(self) -> tuple[int | None, NamespaceSpec | None]:
-        """Return the message to the workers for this step: the generation to report, the namespace to register in."""
+    def take_message(self) -> tuple[int | None, NamespaceSpec | None]:
+        """Return what this step asks of the workers: the generation to report, the namespace to register in."""
         if self._must_announce:
             self._must_announce = False
             return self.generation, self.current

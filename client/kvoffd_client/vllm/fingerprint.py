@@ -135,7 +135,9 @@ def collect_factors(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, sal
     local_weights = weights_identity(model.model)
     # Layers with another dtype, which groups and their specs need not show.
     skipped = sorted(set(vllm_config.cache_config.kv_cache_dtype_skip_layers))
-    return ({"unjudged": unjudged(vllm_config)} if untested() else {}) | {
+    of_untested = {"unjudged": unjudged(vllm_config)} if untested() else {}
+    return {
+        **of_untested,
         "vllm_release": version_factor(),
         # Name and commit for a hub's model, files for a local one.
         "model": "" if local_weights else f"{model.model} {getattr(model, 'model_weights', '')}".strip(),

@@ -140,7 +140,7 @@ def hinted_hashes(
         size, tokens = group.hashes_per_chunk, group.tokens_per_chunk
         chunks, first = len(hashes) // size, -(-start // tokens)
         last = min(first + int(most_tokens / tokens), chunks)
-        chosen = list(hashes[first * size + size - 1 : last * size : size]) if first < last else []
+        chosen = list(group.hashes(hashes[first * size : last * size])) if first < last else []
         if tail_end and last == chunks:
             chosen += found_tails.get(index, ())[:MAX_TAILS]
             if tail_end % size and tail_end <= len(hashes):

@@ -196,9 +196,8 @@ class HostBlockEvents:
             known = self._known.get(key)
             if known is None or key in published:
                 continue
-            if not known.begins_prompt and not any(
-                known.parent in keys_of_medium for keys_of_medium in self._published.values()
-            ):
+            may_follow = known.begins_prompt or any(known.parent in parents for parents in self._published.values())
+            if not may_follow:
                 continue
             if (withdrawn := self._withdrawn[medium].pop(key, None)) is not None:  # to readers it was never removed
                 published[key], event = withdrawn[1], None

@@ -47,7 +47,7 @@ class KeyedLookup:
     Attributes:
         groups: the offloaded groups, by index on the wire.
         adapter: content of the request's LoRA adapter, which the keys on the wire contain; empty if it has none.
-        chunks: hashes of the complete chunks looked up, by group on the wire.
+        chunks: hashes of the complete chunks looked up, by group on the wire. ``future.states`` has the same order.
         tails: hashes of the tails looked up with them, by group on the wire; see ``ScannedTails``.
         sent_at: time when it was sent, by time.monotonic().
         sent_at_engine: the same by the engine's clock (``EngineClock``).
@@ -120,14 +120,13 @@ class KeyedLookup:
     @property
     def coming_tokens(self) -> int:
         """Tokens of the keys that are being promoted, in the group with the most. Of the tails one is loaded."""
-        return max(map(self._coming_tokens, self.chunks), default=0)
-
-    def _coming_tokens(self, index: int) -> int:
-        states, chunks = self._all_states(index), len(self.chunks[index])
-        coming = sum(states.count(state, 0, chunks) for state in COMING)
-        if any(states.count(state, chunks) for state in COMING):
-            coming += 1  # a tail
-        return coming * self.groups[index].tokens_per_chunk
+        most_tokens = 0
+        for (index, chunks), states in zip(self.chunks.items(), self.future.states, strict=False):
+            coming = sum(states.count(state, 0, len(chunks)) for state in COMING)
+            if any(states.count(state, len(chunks)) for state in COMING):
+                coming += 1  # a tail
+            most_tokens = max(most_tokens, coming * self.groups[index].tokens_per_chunk)
+        return most_tokens
 
     def _all_states(self, index: int) -> bytes:
         """Return the states of a group's chunks, then of its tails; empty without an answer, or if it was not asked."""
@@ -140,9 +139,10 @@ class KeyedLookup:
         """Return the states of a group's chunks, root first; empty without an answer, or if it was not asked."""
         return self._all_states(index)[: len(self.chunks.get(index, ()))]
 
-    def results(self, index: int, awaited: frozenset[int]) -> bytes:
-        """Return a byte for each chunk of a group: HIT, COMES where its state is ``awaited``, or MISS."""
-        return self.chunk_states(index).translate(_results_table(awaited))
+    def results(self, awaited: frozenset[int]) -> dict[int, bytes]:
+        """Return by group a byte for each chunk: HIT, COMES where its state is ``awaited``, or MISS."""
+        table = _results_table(awaited)
+        return {index: states.translate(table) for index, states in zip(self.chunks, self.states, strict=False)}
 
     def tail_states(self) -> dict[OffloadKey, int]:
         """Return the states of the tails by vLLM's keys."""
@@ -182,13 +182,14 @@ class KeyedLookup:
         """
         if stored is not self.stored:
             return True
-        if not self._found_newer and (count := stored.count) != self._searched_count:
+        if not self._found_newer and (count := stored.count) not in (self.stored_before, self._searched_count):
             self._found_newer = self._was_stored(stored)
             self._searched_count = count
         return self._found_newer
 
     def _was_stored(self, stored: StoredKeys) -> bool:
-        """Search what was stored since the last search for keys that the answer lacks."""
+        """Return whether keys that the answer lacks were stored after this was sent. Where these may be many, only what
+        was stored since the last search is looked at."""
         if stored.forgotten > self.stored_before:
             return True
         if self.only_prefixes:

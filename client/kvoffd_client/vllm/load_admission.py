@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from enum import Enum, auto
 from math import inf
@@ -51,13 +51,13 @@ class Loaded:
     """A request that was loaded and has not computed since.
 
     Attributes:
-        delays_until: time until which later long prompts wait for its load.
+        awaited_until: time until which later long prompts wait for its load.
         blocks: most blocks that it can need; 0 while unknown.
         ended_at: time when the end of its load was noticed; None before.
         passed: whether it was passed over once after its load failed.
     """
 
-    delays_until: float
+    awaited_until: float
     blocks: float = 0
     ended_at: float | None = None
     passed: bool = False
@@ -79,7 +79,7 @@ class LoadAdmission:
 
     Args:
         clock: clock such as time.monotonic().
-        is_loading: returns whether the request with this id is being loaded.
+        loading: ids of the requests that are being loaded.
 
     Attributes:
         pool: vLLM's blocks; None before they are known.
@@ -91,11 +91,12 @@ class LoadAdmission:
         vllm_config: VllmConfig,
         kv_cache_config: KVCacheConfig,
         clock: Callable[[], float],
-        is_loading: Callable[[str], bool],
+        loading: Collection[str],
     ) -> None:
-        self._clock, self._is_loading = clock, is_loading
+        self._clock, self._loading = clock, loading
         groups = kv_cache_config.kv_cache_groups
         self._specs = [next(iter(iter_layer_specs(one.kv_cache_spec))) for one in groups if not one.host_resident]
+        """Spec of a layer of each group: blocks of its other layers have as many tokens, and as large a window."""
         self._most_by_spec = [_most_blocks(spec, vllm_config) for spec in self._specs]
         """Most blocks of each spec that vLLM gives to a request of any length."""
         self._context_parallel = vllm_config.parallel_config.decode_context_parallel_size
@@ -114,41 +115,41 @@ class LoadAdmission:
         self._limited_blocks: float = kv_cache_config.num_blocks - 1 if can_block else inf  # one is the null block
         """Blocks of the KV cache, if loads could deadlock it; else infinity."""
         self._loaded: dict[Request, Loaded] = {}
-        self._first_delaying: SortKey | None = None
+        self._first_awaited: SortKey | None = None
         """Key of the first request for whose load later ones wait in this step; None while unknown."""
         self.pool: BlockPool | None = None
         self.has_deferred = False
 
     def begin_step(self) -> None:
         """Begin a step, in which no load was deferred and others have ended."""
-        self.has_deferred, self._first_delaying = False, None
+        self.has_deferred, self._first_awaited = False, None
 
     def record_scheduled(self, request: Request, *, computed_s: float) -> None:
         """Record that a request is scheduled. ``computed_s``: time to compute what it loads; 0 if it loads nothing."""
         self._loaded = {other: load for other, load in self._loaded.items() if not other.is_finished()}
         self._loaded.pop(request, None)
-        self._first_delaying = None
+        self._first_awaited = None
         if computed_s:
             self._loaded[request] = Loaded(self._clock() + min(computed_s, LONGEST_DELAY_S))
 
     @property
     def holds_up_others(self) -> bool:
         """Whether some requests wait in this step for the loads of others."""
-        return self.has_deferred or self._first_awaited() < BEHIND_ALL
+        return self.has_deferred or self._first_awaited_key() < BEHIND_ALL
 
     def waits_for_earlier(self, request: Request, cached: int) -> bool:
         """Return whether a request, ``cached`` of whose tokens are in the cache, would take several steps' tokens from
         one that came earlier and is being loaded."""
         takes_several = request.num_tokens - cached > self._prompt_step_tokens
-        return takes_several and self._first_awaited() < self._sort_key(request)
+        return takes_several and self._first_awaited_key() < self._sort_key(request)
 
-    def _first_awaited(self) -> SortKey:
+    def _first_awaited_key(self) -> SortKey:
         """Return the key of the first request for whose load later ones wait; BEHIND_ALL if there is none."""
-        if self._first_delaying is None:
+        if self._first_awaited is None:
             now, loads = self._clock(), self._loaded.items()
-            delaying = (one for one, load in loads if load.delays_until > now and self._is_loading(one.request_id))
-            self._first_delaying = min(map(self._sort_key, delaying), default=BEHIND_ALL)
-        return self._first_delaying
+            awaited = (one for one, load in loads if load.awaited_until > now and one.request_id in self._loading)
+            self._first_awaited = min(map(self._sort_key, awaited), default=BEHIND_ALL)
+        return self._first_awaited
 
     def admit_compute(self, request: Request, cached: int) -> bool:
         """Return whether a request may be scheduled in this step without a load; ``cached`` of its tokens are in the
@@ -187,7 +188,7 @@ class LoadAdmission:
             other: load for other, load in self._loaded.items() if other is not request and not other.is_finished()
         }
         for other, load in others.items():
-            if load.ended_at is None and not self._is_loading(other.request_id):
+            if load.ended_at is None and other.request_id not in self._loading:
                 load.blocks, load.ended_at = 0, self._clock()
             load.blocks = load.blocks or self._blocks_of(other.num_tokens + self._drafts, other.num_computed_tokens)
         return others
@@ -199,7 +200,7 @@ class LoadAdmission:
         blocks = self._blocks_of(request.num_tokens + self._drafts, cached)
         if not others:  # it has at most its own blocks, or those of what was loaded and of the first step's drafts
             return max(blocks, self._blocks_of(cached, cached) + self._kept_free) <= self._limited_blocks
-        # vLLM keeps blocks free for requests whose load failed.
+        # vLLM keeps blocks free for requests whose load failed, which are those of which nothing is computed.
         failed = sum(load.blocks for other, load in others.items() if not other.num_computed_tokens)
         free = self.pool.get_num_free_blocks() if self.pool is not None else inf
         if failed and blocks + failed + self._kept_free > free:

@@ -42,7 +42,6 @@ from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.messages import SHARED
 
 if TYPE_CHECKING:
-    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.v1.request import Request
 
 BLOCKS_UNUSABLE = frozenset({ErrorCode.NOT_READY, ErrorCode.COPY_FAILED, ErrorCode.CHECKSUM})
@@ -130,20 +129,10 @@ class KvoffdManager(OffloadingManager):
         if self.clock() >= self._reports.due_at and self.namespace.client.ready:
             self._reports.send(self.prefill.tokens_per_second, self.waits.late_times_sum)
 
-    def take_events(self) -> Sequence[KVCacheEvent]:
-        """Record that a step has ended; return events of the daemon's blocks for the engine's stream."""
+    def step_ended(self) -> None:
+        """Record that the workers have ended a step with output."""
+        self.namespace.step_ended()
         self.prefill.step_ended()
-        events = self.stores.events
-        return events.take(self.namespace) if events is not None else ()
-
-    def is_loading(self, request_id: str) -> bool:
-        """Return whether a request is being loaded, until vLLM has handled the end."""
-        return request_id in self.lookups.loading
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether steps are needed to finish a load or to determine the namespace."""
-        return bool(self.lookups.loading) or self.has_pending_work()
 
     def skip_slow_load(self, state: RequestState, tokens: int) -> bool:
         """Return whether a request computes tokens because loading them is slower, and record that for its report."""
@@ -172,15 +161,14 @@ class KvoffdManager(OffloadingManager):
             self.adapters.weights_changed(state)
 
     def scheduled(self, request: Request, loaded_tokens: int) -> None:
-        """Record that a request is about to be scheduled with ``loaded_tokens``; if these are 0, unpin its blocks.
-
-        Publish the blocks that its answer reports as ready, which another engine may have stored.
-        """
+        """Record that a request is about to be scheduled with ``loaded_tokens``; if these are 0, unpin its blocks."""
         state, events = self.requests[request.request_id], self.stores.events
-        self.outcomes.scheduled(state, state.wait, state.scheduling)
-        state.wait, state.scheduling = PromptWait(), Scheduling(loaded_tokens, state.wait.promoted)
+        ended, earlier = state.wait, state.scheduling
+        self.outcomes.scheduled(state, ended, earlier)
+        state.wait, state.scheduling = PromptWait(), Scheduling(loaded_tokens, ended.promoted)
         self.lookups.queue.remove(request.request_id)
         if events is not None and (answer := state.answer) is not None and answer.usable:
+            # Its blocks were found, so routers may know them, also those that another engine has stored.
             for index in events.groups:
                 keys = self.groups[index].keys(request.block_hashes)
                 events.publish_found(request, index, keys, answer.leading_ready(index))
@@ -192,7 +180,7 @@ class KvoffdManager(OffloadingManager):
         if news.waited_s:
             self.harm.record_store_wait(news.waited_s)
         for request_id, load in news.load_times.items():
-            if self.is_loading(request_id):  # else the load began before a reset, and vLLM does not handle its end
+            if request_id in self.lookups.loading:  # else it began before a reset, and vLLM does not handle its end
                 self._load_times[request_id] = max(load, self._load_times.get(request_id, load))
         for job in news.failed_jobs:
             self._job_failed(job, is_first=job.job_id not in self._failed_jobs)
@@ -264,7 +252,7 @@ class KvoffdManager(OffloadingManager):
             return spec  # the request has ended or lost its answer: without a lease the load fails in the workers
         spec.lease_id, spec.load_tokens = answer.future.lease_id, state.scheduling.loaded_tokens
         if adapter:
-            self.adapters.check(state.request.lora_request)
+            self.adapters.want(state.request.lora_request)
         if tails := [key for key in keys if key in state.scan.tails.results]:
             # Only repeated lookups ask for tails, and the daemon does not show those to its policy.
             self.namespace.client.show_used(self.groups.spec_of(tails, adapter).keys, giver=state.hints.giver)
@@ -298,7 +286,7 @@ class KvoffdManager(OffloadingManager):
             self.lookups.hint_sender.send_end_hints(state)
         self.lookups.end_leases(state)
         if state.last is not None:
-            self.lookups.read(state.last)
+            self.lookups.read(state.last)  # it may have come unread: how long it took counts all the same
 
     def has_pending_work(self) -> bool:
         # Not for requests that wait for an answer: vLLM runs steps for them anyway, but none while paused, and it

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import count
-from typing import TypeAlias
+from typing import NamedTuple
 
 from kvoffd_client.scheduler_client import LookupFuture
 
@@ -51,9 +51,13 @@ class Parked:
     lookup_keys: int = 0
 
 
-Entry: TypeAlias = tuple[float, int, str, Parked]
-"""Entry of a heap: its key, its number, and the prompt. One that was woken stays until it is first, or the heap is
-rebuilt."""
+class Entry(NamedTuple):
+    """Entry of a heap. That of a prompt that was woken stays until it is first, or the heap is rebuilt."""
+
+    key: float
+    number: int
+    request_id: str
+    parked: Parked
 
 
 class ParkedPrompts:
@@ -143,9 +147,9 @@ class ParkedPrompts:
 
     def _push(self, heap: list[Entry], key: float, request_id: str, parked: Parked) -> None:
         """Add a prompt to a heap, behind those of the same key."""
-        heappush(heap, (key, next(self._numbers), request_id, parked))
+        heappush(heap, Entry(key, next(self._numbers), request_id, parked))
         if len(heap) > 2 * len(self._parked) + MAX_STALE:
-            heap[:] = sorted([entry for entry in heap if self._parked.get(entry[2]) is entry[3]])
+            heap[:] = sorted([entry for entry in heap if self._parked.get(entry.request_id) is entry.parked])
 
     # --- waking ------------------------------------------------------------------------------------
 
@@ -162,18 +166,20 @@ class ParkedPrompts:
                 self._make_due(request_id, parked)
             else:
                 self.wake_one(request_id)
-        while self._by_time and self._by_time[0][0] <= now:
+        while self._by_time and self._by_time[0].key <= now:
             self._wake_entry(heappop(self._by_time))
         self._make_askers_due(now)
-        while self._not_due and self._not_due[0][0] <= now:
-            _, _, request_id, parked = heappop(self._not_due)
-            if self._parked.get(request_id) is parked:
-                self._make_due(request_id, parked)
+        while self._not_due and self._not_due[0].key <= now:
+            entry = heappop(self._not_due)
+            if self._parked.get(entry.request_id) is entry.parked:
+                self._make_due(entry.request_id, entry.parked)
         # The step's first turn is not by priority, so that urgent prompts cannot take all turns for ever.
         if self._due_since and self._turns_left == JUDGED_AT_ONCE:
-            self._turns_left -= self.wake_one(next(iter(self._due_since)))
+            self.wake_one(next(iter(self._due_since)))
+            self._turns_left -= 1
         while self._turns_left and self._due_since:
-            self._turns_left -= self._wake_entry(heappop(self._due))
+            if self._wake_entry(heappop(self._due)):
+                self._turns_left -= 1
 
     def wake_one(self, request_id: str) -> bool:
         """Wake a prompt. Return whether it was parked."""
@@ -217,5 +223,4 @@ class ParkedPrompts:
 
     def _wake_entry(self, entry: Entry) -> bool:
         """Wake the prompt of a heap's entry, unless it was woken since. Return whether it was parked."""
-        _, _, request_id, parked = entry
-        return self._parked.get(request_id) is parked and self.wake_one(request_id)
+        return self._parked.get(entry.request_id) is entry.parked and self.wake_one(entry.request_id)

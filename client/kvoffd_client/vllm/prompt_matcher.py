@@ -18,9 +18,8 @@ if TYPE_CHECKING:
 
 DROPPED_CHUNKS = 4
 """Chunks at the end of a hit that vLLM's scan leaves out at most: for the last token, for drafts, and for states."""
-Scan: TypeAlias = Callable[["Request", int, int | None], int | None]
-"""vLLM's scan of a request's answer: given its tokens in vLLM's own cache, and the most to load if that is limited, it
-returns the tokens that can be loaded, or None if the request must wait."""
+Found: TypeAlias = tuple[int | None, bool]
+"""Result of vLLM's scan: tokens that can be loaded, or None if the request must wait; the other is not used."""
 
 
 class PromptMatcher:
@@ -39,7 +38,8 @@ class PromptMatcher:
 
     Args:
         tail_tokens: tokens per hash if tails are stored, else 0.
-        scan: vLLM's scan.
+        scan: vLLM's scan of a request's answer, given its tokens in vLLM's own cache.
+        scan_part: the same, given also the most tokens to load.
     """
 
     def __init__(
@@ -48,13 +48,14 @@ class PromptMatcher:
         kv_cache_config: KVCacheConfig,
         manager: KvoffdManager,
         shape: CacheShape,
-        scan: Scan,
         tail_tokens: int,
+        *,
+        scan: Callable[[Request, int], Found],
+        scan_part: Callable[[Request, int, int], Found],
     ) -> None:
-        self._manager, self._waits, self._shape, self._scan_answer = manager, manager.waits, shape, scan
-        self._admission = LoadAdmission(
-            vllm_config, kv_cache_config, clock=manager.clock, is_loading=manager.is_loading
-        )
+        self._manager, self._waits, self._shape = manager, manager.waits, shape
+        self._scan_all, self._scan_part = scan, scan_part
+        self._admission = LoadAdmission(vllm_config, kv_cache_config, manager.clock, manager.lookups.loading)
         self._tail_tokens = tail_tokens
         self._has_drafts = vllm_config.speculative_config is not None
         self._read_ahead_tokens = vllm_config.num_prefill_lookahead_tokens
@@ -87,11 +88,11 @@ class PromptMatcher:
         may_have_tail = self._may_have_tail(request, own_tokens)
         if not waits.prepare_scan(state, own_tokens, engine_has_all=has_all, may_have_tail=may_have_tail):
             return None
-        if (found := waits.found_before(state, own_tokens)) is None:
+        if (found := waits.found_before(state, own_tokens)) is not None:
+            tokens: int | None = found.tokens
+        else:
             tokens = self._scan(state, own_tokens)
             waits.record_scan(state, own_tokens, tokens)
-        else:
-            tokens = found.tokens
         return None if tokens is None else self._admit(state, own_tokens, tokens)
 
     # --- before the scan ---------------------------------------------------------------------------
@@ -111,11 +112,11 @@ class PromptMatcher:
             return False
         least, most = loadable
         if admission.waits_for_earlier(request, own_tokens + most):
-            return True
+            return True  # whatever it loads, too much is left to compute
         if admission.has_deferred and self._has_load(request, least, most):
             return True
-        depends = most > 0 and (admission.has_deferred or admission.waits_for_earlier(request, own_tokens + least))
-        return depends and not waits.take_scan(state)
+        may_wait = admission.has_deferred or admission.waits_for_earlier(request, own_tokens + least)
+        return may_wait and most > 0 and not waits.take_scan(state)
 
     def _has_load(self, request: Request, least: int, most: int) -> bool:
         """Return whether vLLM's scan of a request must find a load, and one that is not skipped for being slow, if it
@@ -145,18 +146,18 @@ class PromptMatcher:
     def _scan(self, state: RequestState, own_tokens: int) -> int | None:
         """Return the tokens that can be loaded by vLLM's scan of the answer; None if the request must wait."""
         request = state.request
-        tokens = self._scan_answer(request, own_tokens, None)
+        tokens, _ = self._scan_all(request, own_tokens)
         if state.scan.tails.wanted:
             if not self._waits.look_up_tails(state, own_tokens):
                 return None
-            tokens = self._scan_answer(request, own_tokens, None)
+            tokens, _ = self._scan_all(request, own_tokens)
         if state.scan.tails.is_awaited:  # vLLM defers a request for a tail only without other hits
             return None
         state.scan.tails.may_ask = False  # no lookup follows the scans below
         while tokens and request.mm_features and self._needs_two_images(request, own_tokens + tokens):
             size = self._shape.chunk_tokens  # load a chunk less
             most = (own_tokens + tokens - 1) // size * size - own_tokens
-            tokens = self._scan_answer(request, own_tokens, max(most, 0))
+            tokens, _ = self._scan_part(request, own_tokens, max(most, 0))
         return tokens
 
     def _needs_two_images(self, request: Request, end: int) -> bool:
@@ -176,7 +177,7 @@ class PromptMatcher:
             self._mark_shared_prefix(state, own_tokens + tokens)
         if not tokens or self._manager.skip_slow_load(state, tokens):
             return 0 if self._admission.admit_compute(state.request, own_tokens) else None
-        if (adapter := state.request.lora_request) is not None and not self._manager.adapters.may_check(adapter):
+        if (adapter := state.request.lora_request) is not None and not self._manager.adapters.may_want(adapter):
             return None
         admission = self._admission.admit_load(state.request, own_tokens + tokens)
         if admission is Admission.ONLY_COMPUTE:

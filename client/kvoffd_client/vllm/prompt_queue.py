@@ -116,9 +116,12 @@ class PromptQueue:
         return self._by_priority and any(priority < other.priority for other in self._window.values())
 
     def take_next(self) -> str | None:
-        """Return the first prompt behind the window that was not taken before; None if there is none."""
+        """Return the first prompt behind the window that was not taken before; None if there is none.
+
+        One that cannot be looked up then stays behind, and is looked up when vLLM comes to it (``take_lookup``).
+        """
         while self._order:
-            request_id = heappop(self._order)[2]
+            _, _, request_id = heappop(self._order)
             if request_id in self._behind:
                 return request_id
         return None

@@ -47,6 +47,21 @@ class LeadingKeys(NamedTuple):
     covered: list[int]
 
 
+class MissingKey(NamedTuple):
+    """The first key that a prompt lacked.
+
+    Attributes:
+        group: index of its group on the wire.
+        number: its position among all keys of the lookup, from 1; 0 if none was missing.
+        reason: why it was missing; empty if the daemon knows.
+    """
+
+    group: int = 0
+    key: bytes = b""
+    number: int = 0
+    reason: str = ""
+
+
 class FoundKeys(NamedTuple):
     """Numbers of the keys of the lookup that decided about a prompt, as in ``PromptReport``."""
 
@@ -88,11 +103,10 @@ def report_of(
         outcome = Outcome.TOO_SHORT
     else:
         outcome = _why_computed(state, wait, lookup, is_loaded_elsewhere=other_tokens > 0)
-    group, missing, number, reason = _first_missing(lookup, leading.covered, adapter, state.tiers)
+    missing, found = _first_missing(lookup, leading.covered, adapter, state.tiers), _found_keys(lookup, promoted)
     after_gap = 0
-    if missing and lookup is not None:
+    if missing.number and lookup is not None:
         after_gap = sum(lookup.chunk_states(index).count(READY, leading.covered[index]) for index in lookup.chunks)
-    found = _found_keys(lookup, promoted)
     return PromptReport(
         request=request.request_id[:MAX_REQUEST_ID],
         decided_at=time.time(),
@@ -103,10 +117,10 @@ def report_of(
         found_shared=found.found_shared,
         outcome=outcome,
         loaded_tokens=loaded_tokens,
-        missing_group=group,
-        missing_key=missing,
-        reason=reason,
-        missing_number=number,
+        missing_group=missing.group,
+        missing_key=missing.key,
+        reason=missing.reason,
+        missing_number=missing.number,
         own_tokens=own_tokens,
         lease_id=wait.counted.lease_id if wait.counted is not None else 0,
         own_keys=leading.own,
@@ -117,9 +131,9 @@ def report_of(
         again=state.was_reported,
         asked_shared=found.asked_shared,
         unanswered=found.unanswered,
-        marks=_marks_of(request) + [Mark.KV_LOAD_TIERS.value] * (reason == EXCLUDED),
+        marks=_marks_of(request) + [Mark.KV_LOAD_TIERS.value] * (missing.reason == EXCLUDED),
         hints="; ".join(f"{name} {what}" for name, what in state.hint_notes.items())[:MAX_HINTS_CHARACTERS],
-        coming_keys=_coming(lookup, leading.covered) if missing else [],
+        coming_keys=_coming(lookup, leading.covered) if missing.number else [],
     )
 
 
@@ -161,7 +175,8 @@ def _leading_keys(
 def _found_keys(lookup: KeyedLookup | None, promoted: PromotedBlocks) -> FoundKeys:
     """Return where the keys of a lookup were found: what is ready was in the pool, unless it was promoted before.
 
-    ``promoted`` has what earlier answers said of chunks: PENDING, SHARED, ASKED or LACKED; 0 of others.
+    ``promoted`` has what earlier answers said of each chunk: PENDING if it came from a disk, SHARED if from a store;
+    ASKED if a store had not answered, LACKED if it had not the chunk; 0 if it was in the pool, or nowhere.
     """
     keys = ready = unanswered = came_up = from_disk = from_store = asked = 0
     if lookup is not None:
@@ -211,19 +226,18 @@ def _marks_of(request: Request) -> list[str]:
 
 def _first_missing(
     lookup: KeyedLookup | None, covered: Sequence[int], adapter: bytes, tiers: Collection[int]
-) -> tuple[int, bytes, int, str]:
-    """Return the first key that was neither covered nor ready: group, key, its position among all keys looked up, from
-    1, and the reason if it is known here."""
+) -> MissingKey:
+    """Return the first key that was neither covered nor ready."""
     before = 0
     if lookup is None:
-        return 0, b"", 0, ""
+        return MissingKey()
     for (index, chunks), states in zip(lookup.chunks.items(), lookup.states, strict=False):
         for at in range(covered[index], len(states)):
             if states[at] != READY:
                 (key,) = wire_keys([chunks[at]], adapter)
-                return index, key, before + at + 1, _reason_of(lookup, states[at], tiers)
+                return MissingKey(index, key, before + at + 1, _reason_of(lookup, states[at], tiers))
         before += len(states)
-    return 0, b"", 0, ""
+    return MissingKey()
 
 
 def _coming(lookup: KeyedLookup | None, covered: Sequence[int]) -> list[int]:

@@ -37,7 +37,8 @@ class PromptWaits:
         options: the connector's options. Registered workers should have reported within a lookup's deadline.
 
     Attributes:
-        late_times_sum: sum of the times at which lookups were given up, of which their mean age is made.
+        late_times_sum: sum of the times at which lookups were given up. The mean age of those of a period is the time
+            since the mean of their times, without a list of them.
     """
 
     def __init__(
@@ -88,7 +89,8 @@ class PromptWaits:
         an idle engine pauses here once in a step, unless the next one has something to do."""
         if self._must_wake:
             self._must_wake = False
-            self._wake()
+            if self._parked:
+                self._wake()
         if not self._parked.is_parked(request_id, own_tokens):
             return False
         may_pause = self._engine_clock.is_idle and self._may_pause and self._engine.may_pause
@@ -99,8 +101,6 @@ class PromptWaits:
 
     def _wake(self) -> None:
         """Wake the parked requests whose time, answer or turn has come."""
-        if not self._parked:
-            return
         if self._namespace.serves and self._namespace.registered:
             self._namespace.client.poll()
             self._queue.wake_for_lookups()
@@ -124,27 +124,28 @@ class PromptWaits:
         """Wait for an answer for the rest of this step's time for waits. Only one that ``must_come`` is counted, and
         can time out."""
         began, answer_wait = self._engine_clock.read(), self._answer_wait
-        answered = future.wait(answer_wait.left_s) or not must_come
-        self._counters[metrics.LOOKUP_WAITS] += must_come
-        timed_out = answer_wait.record_wait(began, self._engine_clock.read(), answered=answered)
-        self._counters[metrics.LOOKUP_WAITS_TIMED_OUT] += timed_out
+        has_come = future.wait(answer_wait.left_s)
+        timed_out = answer_wait.record_wait(began, self._engine_clock.read(), answered=has_come or not must_come)
+        if must_come:
+            self._counters[metrics.LOOKUP_WAITS] += 1
+        if timed_out:
+            self._counters[metrics.LOOKUP_WAITS_TIMED_OUT] += 1
 
     def _park(self, state: RequestState, own_tokens: int, until: float) -> None:
         """Pass over a request until the answer to its lookup comes, or this time."""
-        future, wait = state.in_flight.future if state.in_flight is not None else None, state.wait
-        request_id, ask_order = state.request.request_id, None
-        if wait.tier.is_awaited:
+        request_id, tier_wait, ask_order = state.request.request_id, state.wait.tier, None
+        if tier_wait.is_awaited:
             self._queue.wait_for_tier(request_id)
             if state.answer is not None and state.answer.future.asking:  # it asks again in turns with others
-                ask_order, until = state.number, max(until, wait.tier.judge_at)
+                ask_order, until = state.number, max(until, tier_wait.judge_at)
         parked = Parked(
             own_tokens,
             until,
-            future,
-            in_turns=wait.tier.is_awaited,
+            state.in_flight.future if state.in_flight is not None else None,
+            in_turns=tier_wait.is_awaited,
             priority=state.request.priority,
             ask_order=ask_order,
-            ask_at=wait.tier.ask_at,
+            ask_at=tier_wait.ask_at,
         )
         self._parked.park(request_id, parked)
 
@@ -160,47 +161,40 @@ class PromptWaits:
             engine_has_all: those are all that vLLM can use: nothing can be loaded but a tail.
             may_have_tail: the prompt may have a tail that is not in vLLM's own cache.
         """
-        state.scan = PreparedScan(own_tokens, engine_has_all, self._lookups.may_load(state))
-        may_scan = self._prepare(state, own_tokens, may_have_tail=may_have_tail)
-        if may_scan:
-            state.wait.lookup.end()
-        return may_scan
+        scan = state.scan = PreparedScan(own_tokens, engine_has_all, self._lookups.may_load(state))
+        wait, namespace = state.wait, self._namespace
+        if (engine_has_all and not may_have_tail) or not scan.may_load or namespace.problem:
+            if state.last is None and scan.may_load:
+                self._lookups.look_up(state)  # the daemon counts its keys, and the policy learns that they are in use
+        elif not (namespace.registered and namespace.client.ready):
+            if self._wait_for_workers(state):
+                return False
+        elif not self._renew_answer(state, own_tokens):
+            return False
+        else:
+            is_asked = state.in_flight is not None  # and is late, or would only replace the answer
+            scan.is_late = self._lookups.lacks_answer(state) and (is_asked or wait.lookup.gave_up)
+            may_ask_tails = may_have_tail and not is_asked and not self._lookups.has_failed(state)
+            scan.show(
+                state.answer, state.tiers if wait.tier.is_awaited else NOTHING_AWAITED, may_ask_tails=may_ask_tails
+            )
+        wait.lookup.end()
+        return True
 
     def look_up_tails(self, state: RequestState, own_tokens: int) -> bool:
-        """Look up the tails that vLLM wanted in its scan, and prepare a second one. Returns as ``prepare_scan``."""
-        self._lookups.look_up_tails(state)
+        """Look up the tails that vLLM wanted in its scan, with the chunks, and prepare a second scan. Returns as
+        ``prepare_scan``."""
+        state.tails = self._lookups.groups.hashes_of(reversed(state.scan.tails.wanted))
+        self._lookups.look_up(state)
         has_all = state.scan.engine_has_all
         may_scan = self.prepare_scan(state, own_tokens, engine_has_all=has_all, may_have_tail=True)
         state.scan.tails.may_ask = False  # the second scan takes what is known
         return may_scan
 
-    def _prepare(self, state: RequestState, own_tokens: int, *, may_have_tail: bool) -> bool:
-        """Do as ``prepare_scan``: renew the answer; if the next one may come later, park the request, else show the
-        scan the last one."""
-        wait, scan, namespace = state.wait, state.scan, self._namespace
-        if (scan.engine_has_all and not may_have_tail) or not scan.may_load or namespace.problem:
-            if state.last is None and scan.may_load:
-                self._lookups.look_up(state)  # the daemon counts its keys, and the policy learns that they are in use
-            return True
-        if not (namespace.registered and namespace.client.ready):
-            return not self._wait_for_workers(state)
-        if not self._renew_answer(state, own_tokens):
-            return False
-        if (lookup := state.in_flight) is not None and not lookup.given_up:
-            scan.tails.is_awaited = lookup.asks_tails_beyond(state.answer)
-            if self._lookups.lacks_answer(state) or wait.tier.is_awaited or scan.tails.is_awaited:
-                wait.lookup.begin(lookup.sent_at_engine)
-                self._park(state, own_tokens, wait.lookup.late_at)
-                return False
-        scan.is_late = self._lookups.lacks_answer(state) and (lookup is not None or wait.lookup.gave_up)
-        may_ask = lookup is None and not self._lookups.has_failed(state)
-        awaited = state.tiers if wait.tier.is_awaited else NOTHING_AWAITED
-        scan.show(state.answer, awaited, may_ask_tails=may_have_tail and may_ask)
-        return True
-
     def _renew_answer(self, state: RequestState, own_tokens: int) -> bool:
-        """Take the answer that has come; if it is outdated, look up again; wait a moment for the next answer. Return
-        False if the request waits for its turn to be looked up."""
+        """Take the answer that has come; if it is outdated, look up again, and wait a moment for the next one. Return
+        False if the request waits for that, or for its turn to be looked up: then it is parked."""
+        wait = state.wait
         if self._lookups.take_answer(state) or state.answer is None:
             # No wait for a tier ends while a lookup is in flight, and where steps are long there would always be one:
             # so judge before the next is sent.
@@ -209,10 +203,19 @@ class PromptWaits:
             return False
         if (lookup := state.in_flight) is not None:
             if not lookup.future.done:
-                self._wait_for_answer(state, lookup, own_tokens)
+                self._wait_for_answer(state, lookup)
+            if not lookup.future.done:
+                self._give_up_if_late(state, lookup, own_tokens)
             self._lookups.take_answer(state)
         self._judge_tier_wait(state)
-        return True
+        if (lookup := state.in_flight) is None or lookup.given_up:
+            return True
+        awaits_tails = state.scan.tails.is_awaited = lookup.asks_tails_beyond(state.answer)
+        if not (awaits_tails or wait.tier.is_awaited or self._lookups.lacks_answer(state)):
+            return True
+        wait.lookup.begin(lookup.sent_at_engine)
+        self._park(state, own_tokens, wait.lookup.late_at)
+        return False
 
     def found_before(self, state: RequestState, own_tokens: int) -> FoundTokens | None:
         """Return the result of a request's last scan, if another one would find the same; else None.
@@ -282,7 +285,7 @@ class PromptWaits:
         if not client.ready:
             return False
         # The workers have registered, or will not. The last report of an idle engine may be old: have it run steps for
-        # a new one. An engine that computes runs them anyway.
+        # a new one, no longer than the shortest prompt computes. An engine that computes runs them anyway.
         now = self._engine_clock.read()
         since = state.wait.lookup.begin(now)
         return self._engine_clock.is_idle and now - since < MIN_COMPUTED_S
@@ -316,25 +319,29 @@ class PromptWaits:
         self._lookups.look_up(state)
         return True
 
-    def _wait_for_answer(self, state: RequestState, lookup: KeyedLookup, own_tokens: int) -> None:
-        """Wait a moment for the answer to a request's lookup, and give it up if it is late."""
-        answer_wait, wait = self._answer_wait, state.wait
-        asks_tails = lookup.asks_tails_beyond(state.answer)
-        must_come = (self._lookups.lacks_answer(state) or asks_tails) and not lookup.given_up
+    def _wait_for_answer(self, state: RequestState, lookup: KeyedLookup) -> None:
+        """Wait a moment for the answer to a request's lookup, or only read it if it has arrived."""
+        answer_wait = self._answer_wait
+        is_needed = self._lookups.lacks_answer(state) or lookup.asks_tails_beyond(state.answer)
+        must_come = is_needed and not lookup.given_up
         # An idle engine waits too for an answer that only shows which blocks have come up.
-        shows_promoted = wait.tier.is_awaited and self._engine_clock.is_idle and answer_wait.left_s > 0
+        shows_promoted = state.wait.tier.is_awaited and self._engine_clock.is_idle and answer_wait.left_s > 0
         if shows_promoted or (must_come and answer_wait.may_wait(self._engine_clock.read())):
             self._wait(lookup.future, must_come=must_come)
         else:
             self._namespace.client.poll()
+
+    def _give_up_if_late(self, state: RequestState, lookup: KeyedLookup, own_tokens: int) -> None:
+        """Set when the answer to a request's lookup is late; if that is now, wait for it no longer."""
+        answer_wait, wait = self._answer_wait, state.wait
         tokens = state.request.num_tokens - own_tokens
-        if asks_tails and state.answer is not None:
+        if state.answer is not None and lookup.asks_tails_beyond(state.answer):
             tokens = min(tokens, self._lookups.groups[0].tokens_per_chunk)  # a tail saves no more
         allowed_s = self._allowed_s(state, tokens)
         earliest = wait.tier.until if wait.tier.is_awaited else LONG_AGO  # until then promoted blocks may come
         wait.lookup.set_late_at(lookup.sent_at_engine, allowed_s, earliest=earliest)
         now = self._engine_clock.read()
-        if now >= wait.lookup.late_at and not lookup.future.done and not lookup.given_up:
+        if now >= wait.lookup.late_at and not lookup.given_up:
             lookup.given_up = wait.tier.has_ended = True
             if allowed_s:  # else it was not waited for, as the last ones were late: that says nothing new
                 answer_wait.record_reply(now - lookup.sent_at_engine)
@@ -346,7 +353,7 @@ class PromptWaits:
         be faster than computing it after the earlier prompts. Else it loads the blocks that are ready."""
         tier_wait, answer, client = state.wait.tier, state.answer, self._namespace.client
         was_awaited, tier_wait.is_awaited = tier_wait.is_awaited, False
-        if answer is None or tier_wait.has_ended or not any(map(answer.has, state.tiers)):
+        if answer is None or not answer.is_coming or tier_wait.has_ended or not any(map(answer.has, state.tiers)):
             return
         if self._lookups.has_failed(state) or not client.ready:
             return  # the daemon does not report promotions
@@ -357,7 +364,8 @@ class PromptWaits:
             loaded_s = self._harm.load_s(tokens)
         tier_wait.begin(now, min(self._disk_wait_s, computed_s))
         expected_s = max(0.0, future.answered_at + future.wait_s - self._lookups.clock())
-        if asks_store := bool(future.asking) and not answer.has(PENDING):
+        asks_store = bool(future.asking) and not answer.has(PENDING)
+        if asks_store:
             expected_s = inf  # a store mostly has no blocks of a new prompt
         is_worth_it = expected_s + loaded_s <= computed_s
         tier_wait.doubt(now, is_worth_it=is_worth_it, is_estimated=bool(future.wait_s))

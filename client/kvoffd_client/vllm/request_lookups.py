@@ -86,8 +86,9 @@ class RequestLookups:
             )
             state.disabled = True
         if not state.disabled:
-            self.hint_sender.send_start_hints(state)
+            self.hint_sender.send_start_hints(state)  # now, although its lookup may have to wait
         self.queue.add(request.request_id, request.priority)
+        # vLLM will come to an urgent one before those of the window, so it does not wait for a place there.
         if self.queue.outranks(request.priority) and self.queue.take_lookup(request.request_id, self.keys_of(state)):
             self.look_up(state)
         self._look_up_ahead()
@@ -134,8 +135,8 @@ class RequestLookups:
         if not self.may_load(state):
             return
         client, wait, adapter = namespace.client, state.wait, state.adapter.content
-        session = client, client.session_id
-        is_counted = wait.counted_by == session
+        sender = client, client.session_id
+        is_counted = wait.counted_by == sender
         hashes = [group.hashes(request.block_hashes) for group in self.groups]
         tails: Mapping[int, Sequence[bytes]] = state.tails if is_counted or not any(hashes) else {}
         chunks = {index: found for index, found in enumerate(hashes) if found or index in tails}
@@ -148,7 +149,7 @@ class RequestLookups:
         stored_before, again = client.stored.count, is_counted or bool(tails)
         future = client.lookup(message, again, reported=True, peer=state.hints.peer, giver=state.hints.giver)
         if not again and future.lease_id:
-            wait.counted, wait.counted_by = future, session
+            wait.counted, wait.counted_by = future, sender
         state.in_flight = state.last = KeyedLookup(
             future,
             self.groups,
@@ -165,14 +166,10 @@ class RequestLookups:
         self._counters[metrics.LOOKUPS] += 1
         self.queue.enter_window(request.request_id, request.num_prompt_tokens, request.priority, future)
 
-    def look_up_tails(self, state: RequestState) -> None:
-        """Look up the tails that vLLM wanted in its scan, with the chunks."""
-        state.tails = self.groups.hashes_of(reversed(state.scan.tails.wanted))
-        self.look_up(state)
-
     def keys_of(self, state: RequestState) -> int:
         """Return the number of keys of a request's complete chunks."""
-        return self.groups.chunks_of(len(state.request.block_hashes))
+        hashes = len(state.request.block_hashes)
+        return sum(hashes // group.hashes_per_chunk for group in self.groups)
 
     def may_load(self, state: RequestState) -> bool:
         """Return whether blocks may be loaded for a request."""
@@ -196,7 +193,7 @@ class RequestLookups:
             self.end_lease(answered)
             state.failed_at = answered.future.answered_at
             return False
-        if answered.future.pinned and self.clock() >= answered.future.stale_at:
+        if not answered.usable:
             self.end_lease(answered)  # it came long ago, so it is asked again
             return False
         self.read(answered)
@@ -204,9 +201,10 @@ class RequestLookups:
         self.end_lease(state.answer)
         state.answer = answered
         state.wait.promoted.record(answered)
-        now = self._engine_clock.read()
-        answered_at = now - (self.clock() - answered.future.answered_at)  # by the engine's clock
-        state.wait.tier.set_next_lookup(answered_at, now, answered.future.wait_s)
+        if answered.is_coming:
+            now = self._engine_clock.read()
+            answered_at = now - (self.clock() - answered.future.answered_at)  # by the engine's clock
+            state.wait.tier.set_next_lookup(answered_at, now, answered.future.wait_s)
         return True
 
     def read(self, lookup: KeyedLookup) -> None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm.v1.kv_offload.base import LookupResult, OffloadKey, ReqContext
 
 from kvoffd_client.vllm.chunk_groups import ChunkGroups, Place
 from kvoffd_client.vllm.keyed_lookup import COMES, HIT, MISS, RESULTS, KeyedLookup, result_of
 from kvoffd_client.vllm.tails import ScannedTails
+
+if TYPE_CHECKING:
+    from kvoffd_client.vllm.request_state import RequestState
 
 
 @dataclass(slots=True, eq=False)
@@ -39,8 +42,9 @@ class PreparedScan:
         """Set the results: those of an answer for a request that waits for keys of the ``awaited`` states."""
         self.answer, self.tails.may_ask = answer, may_ask_tails
         if answer is not None:
-            self.results = {index: answer.results(index, awaited) for index in answer.chunks}
-            self.tails.results = {key: result_of(state, awaited) for key, state in answer.tail_states().items()}
+            self.results = answer.results(awaited)
+            if answer.tails:
+                self.tails.results = {key: result_of(state, awaited) for key, state in answer.tail_states().items()}
 
     def result(self, key: OffloadKey, place: Place) -> LookupResult:
         """Return vLLM's result for a key."""
@@ -60,17 +64,18 @@ def leading_hits(results: bytes) -> int | None:
 def last_window(results: bytes, size: int, last_size: int) -> int:
     """Return the end of the last window: ``size`` HITs, or ``last_size`` at the end of ``results``.
 
-    If there is none, the number of leading HITs. ``results`` has no COMES.
+    ``last_size`` is not less than ``size``: where the hit ends inside a chunk, its window begins a chunk earlier. If
+    there is no window, return the number of leading HITs. ``results`` has no COMES.
     """
     if results.endswith(HIT * last_size):
         return len(results)
-    # Of the HITs behind the last MISS there are too few, even if they are ``size``.
+    # The HITs behind the last MISS are less than ``last_size``, so no window ends there.
     found = results.rfind(HIT * size, 0, results.rfind(MISS) + 1)
     return found + size if found >= 0 else len(results) - len(results.lstrip(HIT))
 
 
-def replace_searches(scheduler: Any, groups: ChunkGroups, scan_of: Callable[[str], PreparedScan]) -> None:
-    """Replace the two searches of vLLM's offloading scheduler: search the bytes of ``scan_of`` a request.
+def replace_searches(scheduler: Any, groups: ChunkGroups, requests: Mapping[str, RequestState]) -> None:
+    """Replace the two searches of vLLM's offloading scheduler: search the bytes of a request's ``scan``.
 
     Windows with chunks that are being promoted are few, and left to vLLM's own search.
     """
@@ -80,7 +85,7 @@ def replace_searches(scheduler: Any, groups: ChunkGroups, scan_of: Callable[[str
     def maximal_prefix_lookup(
         keys: Sequence[OffloadKey], req_context: ReqContext, req: Any, group_config: Any, start_chunk_idx: int
     ) -> int | None:
-        results = scan_of(req_context.req_id).results.get(indices[group_config.group_idx], b"")
+        results = requests[req_context.req_id].scan.results.get(indices[group_config.group_idx], b"")
         return leading_hits(_cut(results, start_chunk_idx, len(keys)))
 
     def sliding_window_lookup(
@@ -90,7 +95,7 @@ def replace_searches(scheduler: Any, groups: ChunkGroups, scan_of: Callable[[str
         initial_window_size: int | None = None,
     ) -> int | None:
         first = groups.place_of(keys[0], req_context)
-        results = scan_of(req_context.req_id).results.get(first.group, b"")
+        results = requests[req_context.req_id].scan.results.get(first.group, b"")
         cut = _cut(results, max(0, first.chunk), len(keys))
         if COMES in cut:
             found: int | None = search_windows(keys, sliding_window_size, req_context, initial_window_size)

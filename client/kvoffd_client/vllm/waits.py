@@ -94,10 +94,9 @@ class AnswerWait:
         self.left_s = IDLE_WAIT_S if is_idle else LOOKUP_WAIT_S
 
     def take_pause(self) -> float:
-        """Return how long an idle engine may pause when no answer is awaited; it takes MIN_RETRY_PAUSE_S of the step's
-        time."""
+        """Return how long an idle engine may pause when no answer is awaited, and take that from the step's time."""
         pause_s = max(0.0, min(self.left_s, MIN_RETRY_PAUSE_S))
-        self.left_s -= MIN_RETRY_PAUSE_S
+        self.left_s -= pause_s
         return pause_s
 
     def may_wait(self, now: float) -> bool:
