@@ -12,7 +12,7 @@ MOST = {
     "store-end": (19, 13),
     "load": (16, 11),
     "load-end": (22, 14),
-    "reset": (38, 21),
+    "reset": (37, 21),
     "disk-write": (69, 44),
     "promotion": (99, 62),
     "redis-promotion": (150, 98),
