@@ -145,7 +145,9 @@ class KnownNamespaces:
         self._state.save_quotas(quotas)
         logger.info(
             "Session %d (%s) set the quota of the namespace %s: %s.",
-            *(session.id, session.process, namespace_id(message.namespace)),
+            session.id,
+            session.process,
+            namespace_id(message.namespace),
             "none" if message.quota_bytes is None else format_size(message.quota_bytes),
         )
         otherwise = "The quota applies until the daemon ends; the next one may not have it."

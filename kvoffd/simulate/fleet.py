@@ -175,7 +175,7 @@ class _Router:
 
     def least_busy(self, nodes: int) -> int:
         """Return the node among these that has computed its prompts first; the first of several."""
-        if nodes & (nodes - 1) == 0:
+        if nodes.bit_count() == 1:
             return nodes.bit_length() - 1
         if nodes == self.every:
             return int(self._busy_until.argmin())
@@ -186,7 +186,7 @@ class _Router:
         """Return the other node with the longest prefix in its pool, or any if none has the first key; as in
         ``BlockPlaces``."""
         holders = self._index.longest_prefix(keys, self.every & ~(1 << node), only_pools=True)
-        return holders & -holders
+        return holders & -holders  # the first of them
 
 
 def _nodes(chosen: npt.NDArray[np.bool_]) -> int:
