@@ -425,11 +425,11 @@ class Daemon:
 class _ProcessHost:
     """The ``Host`` of a real daemon."""
 
-    def __init__(self, sockets: Sockets, memory: PageFaulter) -> None:
+    def __init__(self, sockets: Sockets, page_faulter: PageFaulter) -> None:
         self.now = time.monotonic
         self.post = sockets.post
-        self.map_memfd = memory.map_memfd
-        self.unmap = memory.close_segments
+        self.map_memfd = page_faulter.map_memfd
+        self.unmap = page_faulter.close_segments
         self.random = secrets.token_bytes
 
 
