@@ -273,7 +273,7 @@ class SessionTable:
             if len(self.departed) > MAX_DEPARTED:
                 self.departed.popitem(last=False)
         self._cache.end_session(session.id)
-        session.ended, session.on_released = True, on_released
+        session.ended, session.on_released = True, on_released  # first: the ends of its jobs ask whether it has ended
         self._jobs.abandon(self._jobs.of(session).values())
         session.close_memory()
         session.release_if_idle()

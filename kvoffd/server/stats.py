@@ -282,25 +282,29 @@ class Statistics:
         if (tiering := self.tier_supervisor.tiering) is None:
             return []
         unshared = len(self.state.generations.unshared_of(self.cache.namespaces))
-        return [
-            filled(
-                s.SharedStats,
-                tier.stats(),  # sizes, queues and counters: see TierStats
-                url=tier.name,
-                up=tier.available(),
-                breaker_trips=tier.breaker.opened,
-                promotions_failed=dict(source.failures),
-                promotions_unused=source.unused_blocks,
-                not_written=dict(source.writer.not_written),
-                full=tier.lifetime_bytes > 0,
-                write_mode=source.writer.mode.value,
-                servers=[s.SharedServer(*server) for server in tier.servers],
-                unshared_namespaces=unshared,
-            )
-            for source in tiering.stores
+        found: list[s.SharedStats] = []
+        for source in tiering.stores:
+            tier = source.tier
             # One of many peers is shown while it answers: requests may name what is gone.
-            if isinstance(tier := source.tier, SharedTier) and (tier.available() or not tier.may_be_away)
-        ]
+            if not isinstance(tier, SharedTier) or (tier.may_be_away and not tier.available()):
+                continue
+            found.append(
+                filled(
+                    s.SharedStats,
+                    tier.stats(),  # sizes, queues and counters: see TierStats
+                    url=tier.name,
+                    up=tier.available(),
+                    breaker_trips=tier.breaker.opened,
+                    promotions_failed=dict(source.failures),
+                    promotions_unused=source.unused_blocks,
+                    not_written=dict(source.writer.not_written),
+                    full=tier.lifetime_bytes > 0,
+                    write_mode=source.writer.mode.value,
+                    servers=[s.SharedServer(*server) for server in tier.servers],
+                    unshared_namespaces=unshared,
+                )
+            )
+        return found
 
     def _lent_stats(self) -> s.LentStats | None:
         peers = self.tier_supervisor.peers
