@@ -29,7 +29,7 @@ _STEP_SLOTS = 1024
 
 
 class _Reached(NamedTuple):
-    """How far a pass has come."""
+    """Progress of a pass."""
 
     slot: int
     """Slot number at which it continues; the pass's end once it has ended."""
@@ -50,7 +50,7 @@ class Scrubber:
         """Number of slots that were in use when the current or last pass began, and the slot number behind them."""
         self._reached = _Reached(0, 0)
         self._step_reaches: _Reached | None = None
-        """How far the pass has come after the step that is being read; None if none is, or if it is a step of
+        """Progress of the pass after the step that is being read; None if none is, or if it is a step of
         unverified slots, which are of no pass."""
         self._checked_slots = self._checked_bytes = self._mismatches = 0
         self._started_at, self._seconds = self._clock(), 0.0
