@@ -282,7 +282,9 @@ class State:
     def __init__(self, file: StateFile, wall_clock: Callable[[], float] = time.time) -> None:
         self.file, self._wall_clock = file, wall_clock
         self.generations = Generations(save=lambda: self.file.save(self._encode(RESETS)), wall_clock=wall_clock)
-        self.quotas, self.counted = Quotas(), Counted()
+        self.quotas: dict[bytes, int] = {}
+        """Quotas in bytes by namespace, as last saved."""
+        self.counted = Counted()
         self._later = Later()
         self._lines = dict.fromkeys(PARTS, b"")
         """Lines of the file by part, as last encoded; empty before. The resets may be thousands, and other parts change
@@ -314,7 +316,7 @@ class State:
                 "release of kvoffd; this one would destroy it. Start the later release again."
             )
         self.generations.restore(found.resets or Resets())
-        self.quotas, self.counted = found.quotas or Quotas(), found.counted or Counted()
+        self.quotas, self.counted = (found.quotas or Quotas()).quotas, found.counted or Counted()
         if lost := ", ".join(name for name, part in vars(found).items() if part is None):
             logger.warning("Cannot use these parts of %s, because %s: %s.", self.file.path, why, lost)
         if found.resets is None:
@@ -355,7 +357,7 @@ class State:
     # --- quotas, totals and the file -------------------------------------------------------------
 
     def save_quotas(self, quotas: Mapping[bytes, int]) -> None:
-        self.quotas.quotas = dict(quotas)
+        self.quotas = dict(quotas)
         self.file.save(self._encode(QUOTAS))
 
     def save_lifetime(self, lifetime: Lifetime) -> None:
@@ -372,7 +374,7 @@ class State:
 
         The resets are in it twice, so that damage to one place loses none.
         """
-        parts = {RESETS: self.generations.resets, QUOTAS: self.quotas, COUNTED: self.counted}
+        parts = {RESETS: self.generations.resets, QUOTAS: Quotas(self.quotas), COUNTED: self.counted}
         for name, part in parts.items():
             if name in changed or not self._lines[name]:
                 body = name + b" " + msgspec.json.encode({**asdict(part), **self._later.fields.get(name, {})})

@@ -147,7 +147,7 @@ def restore(cache: Cache, pool: Pool, policy: PolicyFile, state: State, max_name
     oldest ones beyond ``max_namespaces``: earlier releases had up to 1,024.
     """
     started = time.monotonic()
-    cache.quotas.update(state.quotas.quotas)
+    cache.quotas.update(state.quotas)
     policy.restore()
     if not pool.recovered:
         return
