@@ -93,7 +93,7 @@ class Statistics:
             if self._left_s < 0 and not late:
                 return None
             found = self.read()
-            # No lower: after a stop of the process, which looks like a long reading, nobody waits for long.
+            # No lower, so that a stop of the process, which looks like a long reading, costs nobody its time.
             self._left_s = max(-STATS_BURST_S, self._left_s - (self.clock() - asked_at))
             return s.StatsReply(message.request_id, found)
 
