@@ -133,13 +133,14 @@ class LoopWatch:
 
     def _blocker(self, now: float, blocked_s: float) -> str:
         """Return what blocked the loop until this beat."""
-        is_sampled = self._sample.due_at == self._due_at
-        if not is_sampled and now < self._look_at:  # a turn that ended before the beat was due
+        sample, what = self._sample, ""
+        if sample.due_at == self._due_at:
+            what = sample.what
+            absent_s = max(sample.absent_s, now - self._look_at)
+            if what and absent_s <= blocked_s / 2:
+                return what
+        elif now < self._look_at:  # the other thread was not to look yet: it was a turn, from before the beat was due
             return UNSEEN
-        what = self._sample.what if is_sampled else ""
-        has_watched = max(self._sample.absent_s, now - self._look_at) <= blocked_s / 2
-        if what and has_watched:
-            return what
         # The other thread did not run either, or saw nothing. If nor did any other, the process was stopped.
         if time.process_time() - self._process_cpu_s <= blocked_s / 2:
             return STOP
@@ -160,7 +161,8 @@ class LoopWatch:
     def _watch(self, watched: int) -> None:
         """Sample the loop's stack while a beat is late. Runs in a thread."""
         while True:
-            self._look_at = max(time.monotonic() + SAMPLED_S / 4, self._due_at + SAMPLED_S)
+            # First when the next beat would be late; then, while it is, again and again.
+            self._look_at = max(self._due_at + SAMPLED_S, time.monotonic() + SAMPLED_S / 4)
             if self._ended.wait(self._look_at - time.monotonic()):
                 return
             now, due_at = time.monotonic(), self._due_at

@@ -36,7 +36,7 @@ class CounterWindows:
             if now - at < window_s / _BINS:
                 continue
             kept.append((now, before if before == values else values))
-            while kept[1][0] <= now - window_s:
+            while kept[1][0] <= now - window_s:  # the last sample from before the window stays: ``gained`` begins there
                 kept.popleft()
 
     def date_back(self, name: str, count: int, age_s: float) -> None:

@@ -34,11 +34,13 @@ class Administration:
         cache, group, key = self._cache, message.group, message.key
         namespace = cache.namespaces.required(message.namespace)
         state, first_block, checksums = cache.describe_block(namespace, group, key)
-        reason = MissReason.PARTIAL
-        if state is m.KeyState.ABSENT:
+        reason: MissReason | None = None
+        if state is m.KeyState.WRITING:
+            reason = MissReason.PARTIAL
+        elif state is m.KeyState.ABSENT:
             fits = len(key) == namespace.key_bytes
             reason = MissReason(cache.life.reasons_of(namespace.group(group), key)[0]) if fits else MissReason.UNKNOWN
-        why = "" if state is m.KeyState.READY else reason.name.lower()
+        why = "" if reason is None else reason.name.lower()
         return a.BlockFound(message.request_id, state, why, first_block, checksums)
 
     @answers(a.ListBlocks)

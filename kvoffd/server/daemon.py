@@ -50,12 +50,15 @@ TICK_S = 0.25
 # descheduled while it holds the GIL.
 SCRUB_REST = 3.0
 ABANDON_S = 1.0
+"""Time for jobs to end that are stopped at the shutdown's deadline."""
 LINGER_MS = 500
+"""Time to send the last replies and events."""
 SLOW_CALLS = 2
 """Threads for long calls: one maps pages, one computes checksums."""
 ENGINE_CLOSE_S = 2.0
 DISKS_CLOSE_S = 5.0
 GPUS_CLOSE_S = 5.0
+"""Times for copies, tiers and drivers to end; one that hangs is abandoned."""
 EXIT_STUCK = 70  # EX_SOFTWARE of sysexits.h
 EXIT_GPU_LOST = 75  # EX_TEMPFAIL: only a new process can use CUDA again
 # Copy threads and the loop exchange the GIL thousands of times a second; with CPython's default of 5 ms a lookup could
@@ -236,7 +239,7 @@ class Daemon:
         ends.callback(self._end_use, gpus.stop, ENGINE_CLOSE_S)
         host_engine = HostEngine(work, threads_per_direction=config.copy_threads)
         ends.callback(self._end_use, host_engine.close, ENGINE_CLOSE_S)
-        ends.callback(self._state.file.close)
+        ends.callback(self._state.file.close)  # after the tiers' end and the last totals: nothing saves later
         events = EventLog()
         cache = Cache(
             pool.slots,
@@ -422,11 +425,11 @@ class Daemon:
 class _ProcessHost:
     """The ``Host`` of a real daemon."""
 
-    def __init__(self, sockets: Sockets, memory: PageFaulter) -> None:
+    def __init__(self, sockets: Sockets, page_faulter: PageFaulter) -> None:
         self.now = time.monotonic
         self.post = sockets.post
-        self.map_memfd = memory.map_memfd
-        self.unmap = memory.close_segments
+        self.map_memfd = page_faulter.map_memfd
+        self.unmap = page_faulter.close_segments
         self.random = secrets.token_bytes
 
 

@@ -105,6 +105,7 @@ class HealthWatch:
                 f"In the last {over}, {format_count(dropped)} block{plural(dropped)} that engines offered were not "
                 f"stored: {NO_SPACE_CAUSES[cause]}{whose}. {advice}",
             )
+        # Engines report late ones afterwards, perhaps some that came before the window, or never came.
         late, lookups = recent.late_lookups, max(recent.lookups, recent.late_lookups)
         if late >= MIN_LATE and late > LATE_SHARE * lookups:
             yield (

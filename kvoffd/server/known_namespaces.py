@@ -26,6 +26,8 @@ _usual = RareWarnings(logger, logging.INFO, USUAL)
 
 MAX_NAMESPACES_OF_SESSION = 16
 """Limit of open namespaces per session; an engine uses one at a time."""
+MAX_NAMESPACES_OF_PROCESS = 32
+"""Limit of those of all sessions of a process: the others are for other processes, however many sessions it opens."""
 FORGET_AFTER_S = 60.0
 """Time for which operators still see an empty namespace that no session has open."""
 
@@ -66,9 +68,8 @@ class KnownNamespaces:
         """Open or join a namespace. An idle one (empty and not open) is replaced if the client's geometry differs."""
         cache, fingerprint = self._cache, message.namespace
         geometry = message.world_size, message.key_bytes, message.groups
-        if fingerprint not in session.namespaces and (held := len(session.namespaces)) >= MAX_NAMESPACES_OF_SESSION:
-            why = f"The session has {held} namespaces open, its limit; open another session."
-            raise KvoffdError(why, ErrorCode.TOO_MANY)
+        if fingerprint not in session.namespaces:
+            self._check_limits(session, fingerprint)
         known = cache.namespaces.get(fingerprint)
         if known is not None and not known.is_same(*geometry) and _idle(known, self.opened):
             _usual.warn("Replaced the empty namespace %r by one of another geometry.", known.label)
@@ -86,6 +87,18 @@ class KnownNamespaces:
                 what = "" if namespace.evicts_others else "; it evicts nothing"
                 _usual.warn("%s opens the namespace %r%s.", printable(session.name), label, what)
         return m.NamespaceOpened(message.request_id, created, namespace.counters.prefill_tokens_per_second)
+
+    def _check_limits(self, session: Session, fingerprint: bytes) -> None:
+        """Raise KvoffdError if the session, or its process, has too many namespaces open for another one."""
+        if (held := len(session.namespaces)) >= MAX_NAMESPACES_OF_SESSION:
+            why = f"The session has {held} namespaces open, its limit; open another session."
+            raise KvoffdError(why, ErrorCode.TOO_MANY)
+        if not session.process.pid:  # in another pid namespace, where no process is known
+            return
+        of_process = {name for one in self._sessions if one.process == session.process for name in one.namespaces}
+        if fingerprint not in of_process and len(of_process) >= MAX_NAMESPACES_OF_PROCESS:
+            why = f"The process has {len(of_process)} namespaces open, its limit; end sessions that are not needed."
+            raise KvoffdError(why, ErrorCode.TOO_MANY)
 
     @answers(a.Namespaces)
     def list_namespaces(self, session: Session, message: a.Namespaces) -> a.NamespacesReply:
@@ -145,7 +158,9 @@ class KnownNamespaces:
         self._state.save_quotas(quotas)
         logger.info(
             "Session %d (%s) set the quota of the namespace %s: %s.",
-            *(session.id, session.process, namespace_id(message.namespace)),
+            session.id,
+            session.process,
+            namespace_id(message.namespace),
             "none" if message.quota_bytes is None else format_size(message.quota_bytes),
         )
         otherwise = "The quota applies until the daemon ends; the next one may not have it."

@@ -274,7 +274,9 @@ class LifelineServer:
             self._ended.warn(
                 "A client (pid %d, %s) disconnected before its first request. If it is of another kvoffd release, "
                 "install the same on both ends: this daemon speaks protocol %d.",
-                *(session.process.pid, session.process, PROTOCOL_VERSION),
+                session.process.pid,
+                session.process,
+                PROTOCOL_VERSION,
             )
         self._service.sessions.end(session, lambda: connection.close_with(lifeline.MemoryReleased()), why)
         self._sockets.wake()

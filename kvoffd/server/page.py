@@ -114,12 +114,12 @@ def page_facts(service: Service) -> PageFacts:
     """Gather the facts. Changes nothing. For the loop's thread."""
     traffic = service.traffic
     return PageFacts(
-        service.statistics.read(),
-        traffic.last_hour_in_steps(traffic.total()),
-        (service.lookups.recent.in_last(MINUTE_S), service.lookups.recent.in_last(HOUR_S)),
-        service.reports.latest(MAX_PROMPTS),
-        service.sessions.infos(),
-        service.namespaces.infos(),
+        stats=service.statistics.read(),
+        steps=traffic.last_hour_in_steps(traffic.total()),
+        lookups=(service.lookups.recent.in_last(MINUTE_S), service.lookups.recent.in_last(HOUR_S)),
+        prompts=service.reports.latest(MAX_PROMPTS),
+        sessions=service.sessions.infos(),
+        namespaces=service.namespaces.infos(),
     )
 
 
@@ -128,12 +128,12 @@ def page_of(facts: PageFacts) -> Page:
     names = {one.session_id: engine_name(one.name, one.role) for one in facts.sessions}
     found = find(Facts(facts.stats, facts.namespaces, facts.sessions))
     return Page(
-        facts.stats,
-        [_step(ago, window) for ago, window in facts.steps],
-        _lookup_times(facts),
-        _engine_rows(facts),
-        [_prompt_row(one, names.get(one.session_id, "")) for one in reversed(facts.prompts)],
-        [
+        stats=facts.stats,
+        steps=[_step(ago, window) for ago, window in facts.steps],
+        lookups=_lookup_times(facts),
+        engines=_engine_rows(facts),
+        prompts=[_prompt_row(one, names.get(one.session_id, "")) for one in reversed(facts.prompts)],
+        findings=[
             FindingRow(one.level, one.check, f"{one.evidence} {one.meaning}".rstrip(), one.fix, command_of(one))
             for one in found
         ],
@@ -142,14 +142,14 @@ def page_of(facts: PageFacts) -> Page:
 
 def _step(ago: float, window: Window) -> Step:
     return Step(
-        round(ago, 1),
-        round(window.seconds, 3),
-        window.prompt_tokens,
-        window.loaded_tokens,
-        round(window.saved_seconds, 3),
-        window.loaded_bytes,
-        window.stored_bytes,
-        window.lookups,
+        ago=round(ago, 1),
+        seconds=round(window.seconds, 3),
+        prompt_tokens=window.prompt_tokens,
+        loaded_tokens=window.loaded_tokens,
+        saved_seconds=round(window.saved_seconds, 3),
+        loaded_bytes=window.loaded_bytes,
+        stored_bytes=window.stored_bytes,
+        lookups=window.lookups,
     )
 
 
@@ -165,16 +165,16 @@ def _engine_rows(facts: PageFacts) -> list[EngineRow]:
     labels = {one.namespace: one.label for one in facts.namespaces}
     return [
         EngineRow(
-            row.name,
-            row.software,
-            row.pids,
-            row.workers,
-            list(map(namespace_name, row.labels, row.namespaces)),
-            row.idle_seconds,
-            row.stored_bytes,
-            row.loaded_bytes,
-            row.pinned_bytes,
-            row.problem,
+            name=row.name,
+            software=row.software,
+            pids=row.pids,
+            workers=row.workers,
+            namespaces=list(map(namespace_name, row.labels, row.namespaces)),
+            idle_seconds=row.idle_seconds,
+            stored_bytes=row.stored_bytes,
+            loaded_bytes=row.loaded_bytes,
+            pinned_bytes=row.pinned_bytes,
+            problem=row.problem,
         )
         for row in engines_of(facts.sessions, labels)
     ]
@@ -183,13 +183,13 @@ def _engine_rows(facts: PageFacts) -> list[EngineRow]:
 def _prompt_row(logged: LoggedPrompt, engine: str) -> PromptRow:
     report = logged.report
     return PromptRow(
-        report.decided_at,
-        report.request,
-        engine,
-        namespace_id(logged.namespace),
-        report.tokens,
-        logged.tokens,
-        report.outcome,
-        why_computed(report),
-        outcome_sentence(logged),
+        at=report.decided_at,
+        request=report.request,
+        engine=engine,
+        namespace=namespace_id(logged.namespace),
+        all_tokens=report.tokens,
+        tokens=logged.tokens,
+        outcome=report.outcome,
+        why=why_computed(report),
+        sentence=outcome_sentence(logged),
     )

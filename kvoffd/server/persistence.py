@@ -246,10 +246,20 @@ class Format(msgspec.Struct):
     number: Count = 0
 
 
-PARTS: dict[bytes, type[msgspec.Struct]] = {b"resets": Resets, b"quotas": Quotas, b"counted": Counted}
+RESETS, QUOTAS, COUNTED = b"resets", b"quotas", b"counted"
+PARTS: dict[bytes, type[msgspec.Struct]] = {RESETS: Resets, QUOTAS: Quotas, COUNTED: Counted}
 """Parts of ``kvoffd.state`` by name."""
 FORMAT = 1
 """Highest number of the part ``format`` that this release can keep. It writes no such part itself."""
+
+
+@dataclass
+class FoundParts:
+    """The parts that were read; None for one that is missing or damaged. Fields have the names of ``PARTS``."""
+
+    resets: Resets | None = None
+    quotas: Quotas | None = None
+    counted: Counted | None = None
 
 
 @dataclass
@@ -271,10 +281,14 @@ class State:
 
     def __init__(self, file: StateFile, wall_clock: Callable[[], float] = time.time) -> None:
         self.file, self._wall_clock = file, wall_clock
-        self.generations = Generations(save=lambda: self._save(b"resets"), wall_clock=wall_clock)
-        self.quotas, self.counted = Quotas(), Counted()
+        self.generations = Generations(save=lambda: self.file.save(self._encode(RESETS)), wall_clock=wall_clock)
+        self.quotas: dict[bytes, int] = {}
+        """Quotas in bytes by namespace, as last saved."""
+        self.counted = Counted()
         self._later = Later()
         self._lines = dict.fromkeys(PARTS, b"")
+        """Lines of the file by part, as last encoded; empty before. The resets may be thousands, and other parts change
+        more often."""
 
     def restore(self) -> None:
         """Read the file. Damage to a part loses only that part.
@@ -301,20 +315,19 @@ class State:
                 f"{self.file.path}, the record of clears and resets, is in format {self._later.format} of a later "
                 "release of kvoffd; this one would destroy it. Start the later release again."
             )
-        resets, self.quotas, self.counted = (found.get(name, kind()) for name, kind in PARTS.items())  # type: ignore[assignment]
-        self.generations.restore(resets)  # type: ignore[arg-type]
-        lost = ", ".join(name.decode() for name in PARTS if name not in found)
-        if lost:
+        self.generations.restore(found.resets or Resets())
+        self.quotas, self.counted = (found.quotas or Quotas()).quotas, found.counted or Counted()
+        if lost := ", ".join(name for name, part in vars(found).items() if part is None):
             logger.warning("Cannot use these parts of %s, because %s: %s.", self.file.path, why, lost)
-        if b"resets" not in found:
+        if found.resets is None:
             logger.warning(
                 "Earlier clears and resets are unknown. So all existing blocks are void, and no namespace is shared "
                 "with other nodes until you clear it on all nodes: once engines have opened theirs, run `kvoffd-cli "
                 "clear --all --all-nodes`."
             )
             self.generations.stop_sharing_all()
-        if content != self._encoded(*PARTS):
-            self._save(*PARTS)  # repairs the file
+        if content != (repaired := self._encode(*PARTS)):
+            self.file.save(repaired)
 
     @property
     def is_saved(self) -> bool:
@@ -344,39 +357,40 @@ class State:
     # --- quotas, totals and the file -------------------------------------------------------------
 
     def save_quotas(self, quotas: Mapping[bytes, int]) -> None:
-        self.quotas.quotas = dict(quotas)
-        self._save(b"quotas")
+        self.quotas = dict(quotas)
+        self.file.save(self._encode(QUOTAS))
 
     def save_lifetime(self, lifetime: Lifetime) -> None:
         if lifetime != msgspec.structs.replace(self.counted.lifetime, since=lifetime.since):
             self.counted.lifetime = lifetime
-            self._save(b"counted")
+            self.file.save(self._encode(COUNTED))
 
     def save_disk_spent(self, nbytes: float) -> None:
         self.counted.disk_spent = nbytes, self._wall_clock()
-        self._save(b"counted")
+        self.file.save(self._encode(COUNTED))
 
-    def _save(self, *changed: bytes) -> None:
-        self.file.save(self._encoded(*changed))
+    def _encode(self, *changed: bytes) -> bytes:
+        """Encode parts that have changed, and return the file's content with them.
 
-    def _encoded(self, *changed: bytes) -> bytes:
-        """Return the file's content. The resets are in it twice, so that damage to one place loses none."""
-        for name, part in zip(PARTS, (self.generations.resets, self.quotas, self.counted), strict=True):
+        The resets are in it twice, so that damage to one place loses none.
+        """
+        parts = {RESETS: self.generations.resets, QUOTAS: Quotas(self.quotas), COUNTED: self.counted}
+        for name, part in parts.items():
             if name in changed or not self._lines[name]:
                 body = name + b" " + msgspec.json.encode({**asdict(part), **self._later.fields.get(name, {})})
                 self._lines[name] = b"%08x %s\n\n" % (zlib.crc32(body), body)
         later = [line + b"\n\n" for line in self._later.lines]
-        return b"".join([*self._lines.values(), *later, self._lines[b"resets"]])
+        return b"".join([*self._lines.values(), *later, self._lines[RESETS]])
 
 
-def _parts_of(content: bytes) -> tuple[dict[bytes, msgspec.Struct], Later]:
+def _parts_of(content: bytes) -> tuple[FoundParts, Later]:
     """Return the undamaged parts of a state file, and what a later release has added."""
-    found, later = dict[bytes, msgspec.Struct](), Later()
+    found, later = FoundParts(), Later()
     checksum, _, whole = content.partition(b"\n")
     if checksum == b"%08x" % zlib.crc32(whole):  # the file of 0.2
         for name, kind in PARTS.items():
             with suppress(ValueError, RecursionError):
-                found[name] = msgspec.json.decode(whole, type=kind)
+                setattr(found, name.decode(), msgspec.json.decode(whole, type=kind))
         return found, later
     for line in content.split(b"\n"):
         checksum, _, body = line.partition(b" ")
@@ -389,7 +403,7 @@ def _parts_of(content: bytes) -> tuple[dict[bytes, msgspec.Struct], Later]:
             later.lines.append(line)
             continue
         with suppress(ValueError, RecursionError):
-            found[name] = msgspec.json.decode(encoded, type=PARTS[name])
+            setattr(found, name.decode(), msgspec.json.decode(encoded, type=PARTS[name]))
             fields = msgspec.json.decode(encoded, type=dict[str, msgspec.Raw])
             known = PARTS[name].__struct_fields__
             later.fields[name] = {key: raw for key, raw in fields.items() if key not in known}

@@ -147,7 +147,7 @@ def restore(cache: Cache, pool: Pool, policy: PolicyFile, state: State, max_name
     oldest ones beyond ``max_namespaces``: earlier releases had up to 1,024.
     """
     started = time.monotonic()
-    cache.quotas.update(state.quotas.quotas)
+    cache.quotas.update(state.quotas)
     policy.restore()
     if not pool.recovered:
         return
@@ -170,8 +170,8 @@ def restore(cache: Cache, pool: Pool, policy: PolicyFile, state: State, max_name
             continue
         # Groups without sizes have no blocks, because no rank had registered.
         known += [group for group in groups if group.sizes]
-    fd = pool.memory_fds[1]
-    found = recover(fd, pool.table, pool.slots, cache.blocks, known, snapshot.next_number)
+    _, table_fd = pool.memory_fds
+    found = recover(table_fd, pool.table, pool.slots, cache.blocks, known, snapshot.next_number)
     cache.life.enter_recovered(found.blocks, found.quarantined)
     cache.namespaces.save()
     logger.info(

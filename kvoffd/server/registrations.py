@@ -92,7 +92,7 @@ class Registrations:
             if session.ended:
                 raise KvoffdError.of(ErrorCode.SESSION_ENDED)
             layouts = build_layouts(
-                *(memory.spans, message.tensors, message.groups, message.blocks_per_key), on_gpu=memory.on_gpu
+                memory.spans, message.tensors, message.groups, message.blocks_per_key, on_gpu=memory.on_gpu
             )
             shard_bytes = [layout.shard_bytes for layout in layouts]
             shards = tuple(

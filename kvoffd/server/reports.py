@@ -75,7 +75,7 @@ class Reports:
             if not one.again and (had := one.own_tokens + one.loaded_tokens + one.other_tokens) > one.tokens:
                 why = f"A prompt of {one.tokens} tokens did not have {had}; report those of the prompt only."
                 raise KvoffdError(why, ErrorCode.MALFORMED)
-        for one in message.prompts:
+        for one in message.prompts:  # all are valid: nothing is counted of a message that is refused
             unloaded, not_awaited = UNLOADED.get(one.outcome), NOT_AWAITED.get(one.reason)
             outcome = PromptUse(one.own_keys, one.covered_keys, unloaded, one.coming_keys, not_awaited)
             counted = cache.prompts.count(session.id, one.lease_id, outcome)

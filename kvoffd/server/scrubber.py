@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -27,6 +28,15 @@ STEP_BYTES = 32 << 20
 _STEP_SLOTS = 1024
 
 
+class _Reached(NamedTuple):
+    """Progress of a pass."""
+
+    slot: int
+    """Slot number at which it continues; the pass's end once it has ended."""
+    used_slots: int
+    """Number of slots in use below that."""
+
+
 class Scrubber:
     """Chooses the next slots and acts on their checksums, in the service's thread. The caller reads the bytes."""
 
@@ -35,15 +45,12 @@ class Scrubber:
         self._clock = clock
         self._begin_pass(0, 0)
 
-    def _begin_pass(self, slots: int, end: int) -> None:
-        self._slots, self._end = slots, end
+    def _begin_pass(self, used_slots: int, used_end: int) -> None:
+        self._used_slots, self._used_end = used_slots, used_end
         """Number of slots that were in use when the current or last pass began, and the slot number behind them."""
-        self._scanned_to = 0
-        """Slot number at which the pass continues; ``_end`` once it has ended."""
-        self._done = 0
-        """Number of slots in use below that."""
-        self._step_end: tuple[int, int] | None = None
-        """``_scanned_to`` and ``_done`` after the step that is being read; None if none is, or if it is a step of
+        self._reached = _Reached(0, 0)
+        self._step_reaches: _Reached | None = None
+        """Progress of the pass after the step that is being read; None if none is, or if it is a step of
         unverified slots, which are of no pass."""
         self._checked_slots = self._checked_bytes = self._mismatches = 0
         self._started_at, self._seconds = self._clock(), 0.0
@@ -56,7 +63,7 @@ class Scrubber:
     @property
     def _is_running(self) -> bool:
         """Whether a pass is running; its last step too is part of it."""
-        return self._scanned_to < self._end
+        return self._reached.slot < self._used_end
 
     @answers(a.Scrub)
     def scrub(self, session: Session, message: a.Scrub) -> a.ScrubReply:
@@ -76,7 +83,7 @@ class Scrubber:
 
         Slots that were not verified yet come before those of the pass.
         """
-        self._step_end = None
+        self._step_reaches = None
         integrity = self._cache.integrity
         return _first(integrity.checks(integrity.next_unverified(_STEP_SLOTS))) or self._next_of_pass()
 
@@ -85,19 +92,22 @@ class Scrubber:
 
         Slot numbers are looked at in small parts, as by ``Integrity.next_unverified``: all would block the loop.
         """
-        in_use, looks = self._cache.slots.in_use, 0
-        while self._is_running and (looks := looks + 1) <= LOOKS:
-            begin, end = self._scanned_to, min(self._scanned_to + LOOKED_AT_ONCE, self._end)
+        in_use = self._cache.slots.in_use
+        for _ in range(LOOKS):
+            if not self._is_running:
+                break
+            begin, used_before = self._reached
+            end = min(begin + LOOKED_AT_ONCE, self._used_end)
             slots = np.flatnonzero(in_use[begin:end])[:_STEP_SLOTS].astype(np.uint32) + np.uint32(begin)
             if len(slots) == _STEP_SLOTS:
                 end = int(slots[-1]) + 1
             if checks := _first([check for check in self._cache.integrity.checks(slots) if check.checksum]):
                 last = checks[-1].slot
-                at = int(np.flatnonzero(slots == last)[0]) + 1
-                self._step_end = end if at == len(slots) else last + 1, self._done + at
+                used = used_before + int(np.searchsorted(slots, last)) + 1
+                self._step_reaches = _Reached(end if last == slots[-1] else last + 1, used)
                 return checks
-            self._advance(end, self._done + len(slots))
-            if slots.size:
+            self._advance(_Reached(end, used_before + len(slots)))
+            if slots.size:  # they took a step's time
                 break
         return []
 
@@ -105,37 +115,34 @@ class Scrubber:
         """Act on the checksums of a step's slots."""
         for check, found in zip(checks, checksums, strict=True):
             sound = apply_check(self._cache, check, found)
-            if self._step_end is not None:
+            if self._step_reaches is not None:
                 self._checked_slots += 1
                 self._checked_bytes += check.length
                 self._mismatches += not sound
-        if self._step_end is not None:
-            self._advance(*self._step_end)
-            self._step_end = None
+        if self._step_reaches is not None:
+            self._advance(self._step_reaches)
+            self._step_reaches = None
 
-    def _advance(self, scanned_to: int, done: int) -> None:
+    def _advance(self, reached: _Reached) -> None:
         """Set how far the pass has come. With the last slot it ends."""
-        self._scanned_to, self._done = scanned_to, done
+        self._reached = reached
         if not self._is_running:
-            self._end_pass()
+            self._seconds = max(0.0, self._clock() - self._started_at)
+            logger.info(
+                "Scrubbed %d slots (%s) in %s; %d did not match their checksums.",
+                self._checked_slots,
+                format_size(self._checked_bytes),
+                format_duration(self._seconds),
+                self._mismatches,
+            )
 
     def report(self, request_id: int) -> a.ScrubReply:
         """Return the progress of the running pass, or the result of the last one; all 0 without any."""
         seconds = max(0.0, self._clock() - self._started_at) if self._is_running else self._seconds
         counts = self._checked_slots, self._checked_bytes, self._mismatches
         # Others may have been freed or allocated since it began.
-        done = min(self._done, self._slots) if self._is_running else self._slots
-        return a.ScrubReply(request_id, self._is_running, self._slots, done, *counts, seconds)
-
-    def _end_pass(self) -> None:
-        self._seconds = max(0.0, self._clock() - self._started_at)
-        logger.info(
-            "Scrubbed %d slots (%s) in %s; %d did not match their checksums.",
-            self._checked_slots,
-            format_size(self._checked_bytes),
-            format_duration(self._seconds),
-            self._mismatches,
-        )
+        done = min(self._reached.used_slots, self._used_slots) if self._is_running else self._used_slots
+        return a.ScrubReply(request_id, self._is_running, self._used_slots, done, *counts, seconds)
 
 
 def _first(checks: Sequence[Check]) -> list[Check]:

@@ -155,7 +155,8 @@ class SessionTable:
             )
         self._set_role(session, message.role, printable(message.name), printable(message.software))
         limits = filled(Limits, self._config.limits)  # all fields: ServerLimits
-        credit = 0 if message.role is Role.ADMIN else self._credit_among(self._writers + (not session.registrations))
+        writers = self._writers if session.registrations else self._writers + 1
+        credit = 0 if message.role is Role.ADMIN else self._credit_among(writers)
         return Welcome(message.request_id, session.id, limits, credit)
 
     def _set_role(self, session: Session, role: Role, name: str, software: str) -> None:
@@ -272,7 +273,7 @@ class SessionTable:
             if len(self.departed) > MAX_DEPARTED:
                 self.departed.popitem(last=False)
         self._cache.end_session(session.id)
-        session.ended, session.on_released = True, on_released
+        session.ended, session.on_released = True, on_released  # first: the ends of its jobs ask whether it has ended
         self._jobs.abandon(self._jobs.of(session).values())
         session.close_memory()
         session.release_if_idle()

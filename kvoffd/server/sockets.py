@@ -38,6 +38,8 @@ QUEUED_MESSAGES = 1000
 QUEUED_PUBLICATIONS = 256
 """The same of publications to one subscriber, which has a queue too: one has the tokens of up to a thousand blocks."""
 MAX_SUBSCRIPTION_BYTES = 4096
+"""Limit of one subscription. Of their number libzmq has none: it keeps each until its client leaves, in some fifty
+bytes for each of its bytes."""
 TURN_S, HANDLED_AT_ONCE = 0.002, 64
 """Time and requests after which a turn ends, so that the loop handles lifelines and timers."""
 ADMITTED_AT_ONCE = 64

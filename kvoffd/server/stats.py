@@ -23,7 +23,7 @@ from kvoffd.observe.loop_watch import LoopWatch
 from kvoffd.observe.meters import DAY_S, HOUR_S, MINUTE_S
 from kvoffd.pool.pool import MemoryKind, Pool
 from kvoffd.server.events import EventLog
-from kvoffd.server.handlers import answers, filled
+from kvoffd.server.handlers import OPERATOR_WAIT_S, Pending, answers, filled
 from kvoffd.server.health import HealthWatch
 from kvoffd.server.jobs import Jobs
 from kvoffd.server.lookups import Lookups
@@ -46,6 +46,11 @@ from kvoffd_proto.verdict import judge
 
 LISTED_POINTS = 8
 """Branch points of a namespace that are listed, those that cost the most."""
+STATS_SHARE = 0.25
+"""Share of the loop's time that answers to ``Stats`` may take. With many namespaces one takes milliseconds, in which no
+lookup is answered."""
+STATS_BURST_S = 0.5
+"""Time that they may take beyond that after clients have asked seldom."""
 
 
 @dataclass(eq=False)
@@ -74,10 +79,25 @@ class Statistics:
     def __post_init__(self) -> None:
         self.started_at = self.clock()
         self._settings = [s.SettingInfo(*one) for one in settings_in_force(self.config)]
+        self._left_s, self._left_at = STATS_BURST_S, self.started_at
+        """Seconds that answers to ``Stats`` could take at the time ``_left_at``; below 0 the next one waits."""
 
     @answers(s.Stats)
-    def stats(self, session: Session, message: s.Stats) -> s.StatsReply:
-        return s.StatsReply(message.request_id, self.read())
+    def stats(self, session: Session, message: s.Stats) -> Pending:
+        """Read the statistics: at once, unless clients that ask all the time have used up their share of the loop."""
+
+        def poll(late: bool) -> s.StatsReply | None:
+            asked_at = self.clock()
+            self._left_s = min(STATS_BURST_S, self._left_s + STATS_SHARE * (asked_at - self._left_at))
+            self._left_at = asked_at
+            if self._left_s < 0 and not late:
+                return None
+            found = self.read()
+            # No lower, so that a stop of the process, which looks like a long reading, costs nobody its time.
+            self._left_s = max(-STATS_BURST_S, self._left_s - (self.clock() - asked_at))
+            return s.StatsReply(message.request_id, found)
+
+        return Pending(poll, self.clock() + OPERATOR_WAIT_S)
 
     def read(self) -> s.DaemonStats:
         cache, traffic, curve, jobs = self.cache, self.traffic, self.curve, self.jobs
@@ -262,25 +282,29 @@ class Statistics:
         if (tiering := self.tier_supervisor.tiering) is None:
             return []
         unshared = len(self.state.generations.unshared_of(self.cache.namespaces))
-        return [
-            filled(
-                s.SharedStats,
-                tier.stats(),  # sizes, queues and counters: see TierStats
-                url=tier.name,
-                up=tier.available(),
-                breaker_trips=tier.breaker.opened,
-                promotions_failed=dict(source.failures),
-                promotions_unused=source.unused_blocks,
-                not_written=dict(source.writer.not_written),
-                full=tier.lifetime_bytes > 0,
-                write_mode=source.writer.mode.value,
-                servers=[s.SharedServer(*server) for server in tier.servers],
-                unshared_namespaces=unshared,
-            )
-            for source in tiering.stores
+        found: list[s.SharedStats] = []
+        for source in tiering.stores:
+            tier = source.tier
             # One of many peers is shown while it answers: requests may name what is gone.
-            if isinstance(tier := source.tier, SharedTier) and (tier.available() or not tier.may_be_away)
-        ]
+            if not isinstance(tier, SharedTier) or (tier.may_be_away and not tier.available()):
+                continue
+            found.append(
+                filled(
+                    s.SharedStats,
+                    tier.stats(),  # sizes, queues and counters: see TierStats
+                    url=tier.name,
+                    up=tier.available(),
+                    breaker_trips=tier.breaker.opened,
+                    promotions_failed=dict(source.failures),
+                    promotions_unused=source.unused_blocks,
+                    not_written=dict(source.writer.not_written),
+                    full=tier.lifetime_bytes > 0,
+                    write_mode=source.writer.mode.value,
+                    servers=[s.SharedServer(*server) for server in tier.servers],
+                    unshared_namespaces=unshared,
+                )
+            )
+        return found
 
     def _lent_stats(self) -> s.LentStats | None:
         peers = self.tier_supervisor.peers

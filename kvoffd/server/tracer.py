@@ -66,7 +66,7 @@ class Tracer:
             self._cache.prompts.watchers.remove(self._record)
 
     def record_hint(self, namespace: Namespace, hint: Hint) -> None:
-        """Record a hint after the lookups before it."""
+        """Record a hint, after the lookups before it: ``Service.handle`` has reported those."""
         if self._session is not None:
             chains = [(namespace.group(part.group), part.keys) for part in hint.groups]
             self._keep(chains, (hint.action, hint.priority, hint.ttl_s))

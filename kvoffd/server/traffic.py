@@ -15,7 +15,8 @@ from kvoffd.observe.meters import MINUTE_S, CounterSteps, CounterWindows
 from kvoffd_proto.stats import Lifetime, Window
 
 SAMPLE_EVERY_S = 1.0
-_MISSES, _NO_SPACE, _TOKENS = _MAPS = "misses", "no_space", "prompt_tokens"
+_MISSES, _NO_SPACE, _TOKENS = "misses", "no_space", "prompt_tokens"
+_MAPS = _MISSES, _NO_SPACE, _TOKENS
 """Counters of a namespace that are maps. Here an entry of one is a count with a name such as ``misses evicted``."""
 _SPEED = "prefill_tokens_per_second"
 """The only one of ``Counters`` that does not grow."""
@@ -37,7 +38,7 @@ class _Counted(NamedTuple):
     """Its counters."""
     counts: Mapping[str, float]
     figures: dict[str, Any]
-    """Those of the counts, once ``of_namespace`` was called."""
+    """Result of ``figures`` for the counts; empty until ``of_namespace`` needs it."""
 
 
 class TrafficCounts:

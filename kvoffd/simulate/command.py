@@ -63,11 +63,6 @@ class Row(NamedTuple):
     possible: float
     """Hits of the optimum, in percent."""
 
-    @property
-    def hits(self) -> float:
-        """Hits in percent."""
-        return self.replayed.hit_percent
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the program; return its status: 0, 2 after a sentence on stderr, 130 after Ctrl-C. Without ``arguments`` the
@@ -293,7 +288,11 @@ def _with_disks(given: argparse.Namespace, size: Size, block_bytes: int) -> list
 
 
 def _disks(given: argparse.Namespace, trace: RequestTrace, blocks: int, block_bytes: int) -> list[DiskPlan | None]:
-    """Return the disk of a size with each mode of writing; None if there is no disk."""
+    """Return the disk of a size with each mode of writing; None if there is no disk.
+
+    Unless given, the mode auto may write the disk's size per day, as in a daemon, and others have no limit. Nor has any
+    in a trace without times.
+    """
     if not blocks:
         return [None]
     per_day = given.disk_write_per_day or AUTO
@@ -321,13 +320,14 @@ def _bytes_of(option: str, text: str) -> int:
 
 def _as_json(trace: RequestTrace, results: Sequence[Row]) -> dict[str, object]:
     rows = []
-    for size, one, possible in results:
-        percents = {"hit": one.hit_percent, "written": one.percent(one.written), "optimum": possible}
-        row: dict[str, object] = {"policy": one.policy, "size": size.label, "blocks": one.blocks}
-        if one.disk is not None:
-            row |= {"disk_blocks": one.disk.blocks, "disk_write": one.disk.mode.value}
-            row |= {"disk_write_per_day_blocks": one.disk.per_day_blocks}
-            percents |= {"disk_hit": one.percent(one.disk_hits), "disk_written": one.percent(one.disk_written)}
+    for size, replayed, possible in results:
+        percents = {"hit": replayed.hit_percent, "written": replayed.percent(replayed.written), "optimum": possible}
+        row: dict[str, object] = {"policy": replayed.policy, "size": size.label, "blocks": replayed.blocks}
+        if (disk := replayed.disk) is not None:
+            row |= {"disk_blocks": disk.blocks, "disk_write": disk.mode.value}
+            row |= {"disk_write_per_day_blocks": disk.per_day_blocks}
+            percents["disk_hit"] = replayed.percent(replayed.disk_hits)
+            percents["disk_written"] = replayed.percent(replayed.disk_written)
         rows.append(row | {f"{name}_percent": round(percent, 3) for name, percent in percents.items()})
     return {"trace": trace.name, "accesses": trace.accesses, "results": rows}
 
@@ -345,12 +345,12 @@ def _as_table(trace: RequestTrace, results: Sequence[Row], block_bytes: int) -> 
     results = [one for one in results if one.possible]
     if not results:
         return f"{lines[0]}\nNo block comes back: no pool would find anything."
-    for size, one, possible in results:
-        percents = f"{one.hit_percent:>8.2f}{one.percent(one.written):>11.2f}{possible:>12.2f}"
-        if one.disk is not None:
-            of_disk, to_disk = one.percent(one.disk_hits), one.percent(one.disk_written)
-            percents += f"  {one.disk.mode.value:<8}{of_disk:>10.2f}{to_disk:>11.2f}"
-        lines.append(f"{size.label:>{width}}  {one.policy:<14}{percents}")
+    for size, replayed, possible in results:
+        percents = f"{replayed.hit_percent:>8.2f}{replayed.percent(replayed.written):>11.2f}{possible:>12.2f}"
+        if replayed.disk is not None:
+            of_disk, to_disk = replayed.percent(replayed.disk_hits), replayed.percent(replayed.disk_written)
+            percents += f"  {replayed.disk.mode.value:<8}{of_disk:>10.2f}{to_disk:>11.2f}"
+        lines.append(f"{size.label:>{width}}  {replayed.policy:<14}{percents}")
     if len(trace.requests) < MIN_LOOKUPS:
         few = f"Too early to choose a policy or a size: {MIN_LOOKUPS} requests are needed. Record for longer."
         return "\n".join([*lines, "", few])
@@ -360,13 +360,13 @@ def _as_table(trace: RequestTrace, results: Sequence[Row], block_bytes: int) -> 
 def _conclusion(results: Sequence[Row]) -> list[str]:
     """Conclude which policy to choose: at the daemon's own size, and where the policies differ most."""
     rankings = [
-        sorted(of_size, key=lambda one: -one.hits)
+        sorted(of_size, key=lambda one: -one.replayed.hit_percent)
         for _, of_size in groupby(results, lambda one: (one.size, one.replayed.disk))
     ]
     """Results by size and disk, the best policy first."""
 
     def spread(ranking: Sequence[Row]) -> float:
-        return ranking[0].hits - ranking[-1].hits
+        return ranking[0].replayed.hit_percent - ranking[-1].replayed.hit_percent
 
     widest = max(rankings, key=spread)
     if len(widest) == 1:
@@ -380,12 +380,13 @@ def _conclusion(results: Sequence[Row]) -> list[str]:
             differ = "less than a point" if spread(ranking) < 1 else f"{spread(ranking):.1f} points"
             lines.append(f"In your pool of {size.text} the policies differ by {differ}.")
     best = widest[0]
-    names = [one.replayed.policy for one in widest if one.hits > best.hits - 1]  # a point less is as good
+    as_good = best.replayed.hit_percent - 1  # a point less
+    names = [one.replayed.policy for one in widest if one.replayed.hit_percent > as_good]
     most = f"{' and '.join(names)} {'find' if len(names) > 1 else 'finds'} most"
     where = f"For this traffic {most} in a pool of {best.size.text}, where they differ most"
     if best.size.is_now:
         where = f"In your pool of {best.size.text} {most}"
-    each = ", ".join(f"{one.replayed.policy} {one.hits:.1f} %" for one in widest)
+    each = ", ".join(f"{one.replayed.policy} {one.replayed.hit_percent:.1f} %" for one in widest)
     return [*lines, f"{where}: {each}; {best.possible:.1f} % were possible."]
 
 

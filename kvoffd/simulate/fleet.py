@@ -33,7 +33,7 @@ SOURCES = "computed", "pool", "disk", "store", "peer"
 MEASURED_FROM_NODES = 32
 """Nodes from which on the user sees how much memory a replay takes before it begins: a node takes up to 20 MiB."""
 MEASURED_NODES, MEASURED_ONE_OF = 4, 64
-"""Nodes with which that is measured, twice: at least this many, and one of this many."""
+"""Least number of nodes over which that is measured, and how many nodes there are for each of them in a large fleet."""
 LATER = 1.25
 """Factor for replays after the first, measured: glibc's heap does not use all that a replay has freed."""
 
@@ -175,7 +175,7 @@ class _Router:
 
     def least_busy(self, nodes: int) -> int:
         """Return the node among these that has computed its prompts first; the first of several."""
-        if nodes & (nodes - 1) == 0:
+        if nodes.bit_count() == 1:
             return nodes.bit_length() - 1
         if nodes == self.every:
             return int(self._busy_until.argmin())
@@ -186,7 +186,7 @@ class _Router:
         """Return the other node with the longest prefix in its pool, or any if none has the first key; as in
         ``BlockPlaces``."""
         holders = self._index.longest_prefix(keys, self.every & ~(1 << node), only_pools=True)
-        return holders & -holders
+        return holders & -holders  # the first of them
 
 
 def _nodes(chosen: npt.NDArray[np.bool_]) -> int:
@@ -307,11 +307,11 @@ def expected_bytes(trace: RequestTrace, policy: str, blocks: int, plan: FleetPla
     count = max(MEASURED_NODES, plan.nodes // MEASURED_ONE_OF)
     few = plan._replace(nodes=count, route=Route.ROUND_ROBIN, peers=min(plan.peers, count - 1))
     fleets, taken = [], 0
-    for _ in range(2):  # the first ones fill what the process had free, as the trace was read
+    for _ in range(2):  # the first fleet fills what the process had free, as the trace was read
         before = _resident_bytes()
         fleets.append(fleet := _Fleet(trace, policy, blocks, few, Shares.GIVEN))
         for number in range(len(trace.requests)):
-            if number % plan.nodes < count:
+            if number % plan.nodes < count:  # else it would go to a node that is left out
                 fleet.serve(number)
         taken = _resident_bytes() - before
     for fleet in fleets:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from math import inf
 from typing import TypeAlias, TypeVar
 
+from kvoffd.cache.prompt_tokens import POOL
 from kvoffd.simulate.fleet import SOURCES, FleetPlan, FleetReplayed, Route, Shares, Speeds
 from kvoffd.simulate.trace import RequestTrace
 from kvoffd.tiering import WriteMode
@@ -85,12 +86,11 @@ def make_plans(
     names = [*Route] if texts["--route"] == ALL else texts["--route"].split(",")
     routes = dict.fromkeys(_one_of("--route", name.strip(), Route) for name in names)
     if Route.PREFIX not in routes:
-        for option in ("--busy-limit", "--least-prefix", "--staleness"):
-            use = f"--route {Route.PREFIX}"
-            if option == "--staleness":
-                if plan.named_peer:
-                    continue
-                use += f", and for --peers {NAMED}"
+        by_prefix = f"--route {Route.PREFIX}"
+        uses = {"--busy-limit": by_prefix, "--least-prefix": by_prefix}
+        if not plan.named_peer:
+            uses["--staleness"] = f"{by_prefix}, and for --peers {NAMED}"
+        for option, use in uses.items():
             if _text(given, option):
                 raise ValueError(f"{option} is for {use}; add that, or leave {option} out.")
     return [plan._replace(route=route) for route in routes]
@@ -198,7 +198,7 @@ def as_table(trace: RequestTrace, rows: Rows) -> str:
         f"and {format_size(plan.block_bytes)}, {plan.nodes} node{'s' * (plan.nodes > 1)}",
         f"If all tokens were computed, that would take {computed_s:.3f} s for each prompt on average.",
     ]
-    sources = [source for source in SOURCES if source in SOURCES[:2] or any(one.tokens[source] for one in every)]
+    sources = [name for name in SOURCES if name in ("computed", POOL.kind) or any(one.tokens[name] for one in every)]
     links = [link for link in LINKS if any(one.links[link] for one in every)]
     heads = [*TEXT_COLUMNS, *(f"{source} %" for source in sources), "repeated %", "copies", "first token s"]
     if trace.seconds:

@@ -33,13 +33,12 @@ def uses_of(trace: RequestTrace) -> Uses:
     asked_by = np.repeat(np.arange(len(lengths)), lengths)
     _, keys = np.unique(np.frombuffer(b"".join(trace.requests), dtype=np.uint64), return_inverse=True)
     order = np.argsort(keys, kind="stable")  # all accesses, by key and then by time
-    follows = np.append(order[1:], 0)  # [as order] the key's next access; 0 if there is none, as the first follows none
-    follows[np.append(np.diff(keys[order]) != 0, True)] = 0
-    # A request that has a key several times uses it once: from the last of these on, each takes what follows the next.
-    for at in np.flatnonzero((asked_by[follows] == asked_by[order]) & (follows > 0))[::-1]:
-        follows[at] = follows[at + 1]
-    next_use = np.empty_like(follows)
-    next_use[order] = follows
+    is_followed = np.diff(keys[order]) == 0
+    next_use = np.zeros(len(keys), dtype=np.int64)
+    next_use[order[:-1][is_followed]] = order[1:][is_followed]
+    # A request that has a key several times uses it once: none of these accesses is the next use of another.
+    for at in np.flatnonzero((next_use > 0) & (asked_by[next_use] == asked_by))[::-1]:
+        next_use[at] = next_use[next_use[at]]
     return Uses(keys.tolist(), next_use.tolist(), bounds.tolist())
 
 

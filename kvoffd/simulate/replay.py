@@ -164,7 +164,7 @@ def replay(
     the trace's."""
     now = 0.0  # the clock of the node: of what comes next, and 0 if the trace has no times
     node = Node(trace, policy, blocks, lambda: now, disk=disk)
-    hits, name = 0, policy + WITH_HINTS * hints
+    hits, name = 0, f"{policy}{WITH_HINTS}" if hints else policy
     coming = deque(trace.hints if hints else ())
     for number, keys in enumerate(trace.requests):
         while coming and coming[0].before <= number:

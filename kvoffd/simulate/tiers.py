@@ -52,7 +52,7 @@ class SimulatedTiers:
             self._tiering.disk_writer.budget.first_filling_bytes = disk.blocks * block_bytes
             self._disk_source = self._tiering.add_disk(self._disk_tier)
         self.loaded = self._tiering.loaded
-        """See ``TierHooks``."""
+        """Returns the sources of a load's blocks: ``TierHooks.loaded``."""
         cache.life.tiers = self._tiering
 
     def add_store(self, objects: StoreObjects, mode: WriteMode) -> SimulatedStore:

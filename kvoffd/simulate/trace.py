@@ -232,7 +232,7 @@ class _TraceParts:
         self._own_keys += len(own)
 
     def _add_sizes(self, line: _Line, one: _Line, blocks: int) -> None:
-        """Count the blocks of a request or hint by their sizes, as far as the line gives them."""
+        """Count the blocks of a request or hint, ``one``, by their sizes. ``line`` is the same, or its session."""
         if not blocks:
             return
         if line.is_session and line.block_size is not None:
@@ -334,12 +334,7 @@ def _decoded(lines: Iterator[bytes], path: Path) -> Iterator[_Line]:
         if not line.strip():
             continue
         try:
-            try:
-                found = _DECODER.decode(line)
-            except DecodeError as error:
-                if begun or "truncated" not in str(error):  # as msgspec says of an unfinished value
-                    raise
-                found = _DECODER.decode(_with_rest(line, lines, path))  # one value over several lines
+            found = _DECODER.decode(line) if begun else _first_value(line, lines, path)
             begun = True
             every = found if isinstance(found, list) else [found]
             for one in every:
@@ -357,16 +352,21 @@ def _decoded(lines: Iterator[bytes], path: Path) -> Iterator[_Line]:
         yield from every
 
 
-def _with_rest(begin: bytes, lines: Iterator[bytes], path: Path) -> bytes:
-    """Return a line and the rest of the file."""
-    parts, nbytes = [begin], len(begin)
-    for line in lines:
-        parts.append(line)
-        if (nbytes := nbytes + len(line)) > MAX_VALUE_BYTES:
+def _first_value(line: bytes, lines: Iterator[bytes], path: Path) -> _Line | list[_Line]:
+    """Decode the first value of a file, which is the only one if it goes over several lines."""
+    try:
+        return _DECODER.decode(line)
+    except DecodeError as error:
+        if "truncated" not in str(error):  # as msgspec says of an unfinished value
+            raise
+    parts, nbytes = [line], len(line)
+    for following in lines:
+        parts.append(following)
+        if (nbytes := nbytes + len(following)) > MAX_VALUE_BYTES:
             raise BadTrace(
                 f"{path} is one JSON value of more than {MAX_VALUE_BYTES >> 20} MiB; give one object per line."
             )
-    return b"".join(parts)
+    return _DECODER.decode(b"".join(parts))
 
 
 def _check(line: _Line, where: str) -> None:

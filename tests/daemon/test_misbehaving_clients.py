@@ -43,6 +43,7 @@ from tests.kit.wire import (
     Segment,
     Tensor,
     WireClient,
+    answer,
     attach_frame,
     books,
     is_admitted,
@@ -445,6 +446,24 @@ def test_clients_that_come_and_go_in_a_loop(daemon: DaemonProcess) -> None:
             assert refused(client.open_namespace, b"one more".ljust(32)) == "too_many"
             assert client.lookup(1, keys(*range(1000)), names[0]).states == "-" * 1000
             listening.ask()
+
+
+def test_a_process_that_opens_ever_more_sessions_and_namespaces(daemon: DaemonProcess) -> None:
+    """It gets half of the 64 that a daemon has, with that of its neighbour here: other processes find space."""
+
+    def run() -> None:
+        with WireClient(daemon.directory) as other:
+            assert other.open_namespace(b"another process".ljust(32))
+
+    with contextlib.ExitStack() as stack:
+        sessions = [stack.enter_context(WireClient(daemon.directory)) for _ in range(3)]
+        names = [f"hoarded {number}".encode().ljust(32) for number in range(16 * len(sessions))]
+        codes = [answer(sessions[at // 16].open_namespace, name) for at, name in enumerate(names)]
+        assert codes == ["taken"] * 31 + ["too_many"] * 17
+        assert answer(sessions[2].open_namespace, names[0]) == "taken", "the process has it open already"
+        with child(run) as (process, _):
+            process.join(60)
+            assert process.exitcode == 0
 
 
 # --- what belongs to others --------------------------------------------------------------------------

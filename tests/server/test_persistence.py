@@ -239,7 +239,7 @@ def test_damage_of_any_byte_costs_its_part_alone(
             assert found.generations.of(ONE) >= known
             assert found.generations.is_unshared(OTHER)
             assert found.generations.is_unshared(ONE) == void
-            lost = [found.quotas.quotas != {ONE: 5}, found.counted.lifetime != Lifetime(1.0, 2, 3.0), void]
+            lost = [found.quotas != {ONE: 5}, found.counted.lifetime != Lifetime(1.0, 2, 3.0), void]
             assert sum(lost) <= 1 or len(damaged) < len(whole)
             assert not void or len(damaged) < whole.index(b"\n")
     file.close()
@@ -274,7 +274,7 @@ def test_what_0_2_wrote_is_read(tmp_path: Path, next_state: Next) -> None:
     state = next_state()
     for _ in range(2):
         table = state.generations
-        assert (table.of(ONE), table.of(OTHER), state.quotas.quotas) == (7, 2, {ONE: 7})
+        assert (table.of(ONE), table.of(OTHER), state.quotas) == (7, 2, {ONE: 7})
         assert (table.fleet(ONE), table.unshared_at(OTHER)) == (7, 1), "the highest that a node can have written"
         assert state.file.flush(10.0)
         state = next_state()  # which reads what this release wrote
@@ -322,7 +322,7 @@ def test_what_a_later_release_has_added_stays_when_one_goes_back(tmp_path: Path,
     known = state.generations
     state = next_state()
     assert (state.generations.of(ONE), state.generations.of(OTHER)) == (7, known.of(OTHER))
-    assert (state.quotas.quotas, state.counted.lifetime) == ({OTHER: 5}, Lifetime(1.0, 2, 3.0))
+    assert (state.quotas, state.counted.lifetime) == ({OTHER: 5}, Lifetime(1.0, 2, 3.0))
     assert state.file.requested == 0, "it was as this release writes it"
 
 

@@ -35,6 +35,7 @@ from kvoffd.server.persistence import State
 from kvoffd.server.scrubber import Scrubber
 from kvoffd.server.session import ClientProcess, Session
 from kvoffd.server.sessions import credit_of_all_bytes, may_connect
+from kvoffd.server.stats import STATS_BURST_S, STATS_SHARE
 from kvoffd.server.tier_supervisor import TierSupervisor
 from kvoffd.system.mappings import HostMapping
 from kvoffd.system.rare_warnings import RareWarnings
@@ -47,7 +48,7 @@ from kvoffd_proto import messages as m
 from kvoffd_proto.admin import Clear, ListPrompts, PromptsListed, ResetFleet
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.messages import GroupTransfer
-from kvoffd_proto.stats import Stats, StatsReply
+from kvoffd_proto.stats import DaemonStats, Stats, StatsReply
 from tests.kit.cases import case
 from tests.kit.slot_cache import CacheRig, keys_of
 from tests.sim.parts import NoStateFile, make_pool, make_service
@@ -695,6 +696,58 @@ def test_each_job_of_a_message_has_its_own_keys_and_blocks() -> None:
     group = m.GroupBlocks(0, keys, ids, first_blocks, KEY * 3, bytes(4 * 5))
     spans = group.spans(3, len(KEY), 2, store=True)
     assert spans == [m.JobSpan(0, 0, 2, 0, 4, 0), m.JobSpan(2, 2, 3, 4, 5, 1)]
+
+
+# --- statistics ----------------------------------------------------------------------------------
+
+
+def test_a_client_that_asks_for_statistics_all_the_time_gets_a_part_of_the_loop(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It waits for its answers, and they are of the time when they come; engines do not wait."""
+    admin, scheduler = bench.session(m.Role.ADMIN), bench.session(m.Role.SCHEDULER)
+    statistics, read_s, seconds, reads = bench.service.statistics, 0.02, 20.0, 0
+    read = statistics.read
+
+    def read_slowly() -> DaemonStats:
+        nonlocal reads
+        reads += 1
+        bench.now += read_s
+        return read()
+
+    monkeypatch.setattr(statistics, "read", read_slowly)
+    for _ in range(10):
+        assert isinstance(bench.ask(admin, Stats(1))[0], StatsReply), "a few in a row are answered at once"
+    began, reads = bench.now, 0
+    replies = bench.ask(admin, Stats(2))
+    while bench.now < began + seconds:
+        if replies:
+            (reply,) = replies
+            assert isinstance(reply, StatsReply)
+            assert reply.stats.uptime_seconds == pytest.approx(bench.now - statistics.started_at)
+            replies = bench.ask(admin, Stats(2))
+        else:
+            (found,) = bench.ask(scheduler, m.Lookup(3, NAMESPACE, scheduler.id << 32, [m.GroupKeys(0, KEY)]))
+            assert isinstance(found, m.LookupReply)
+            bench.now += 0.01
+            replies = [codec.decode_reply(frame) for _, frame in bench.service.outgoing()[1]]
+    most = STATS_SHARE * seconds + STATS_BURST_S
+    assert most / 2 < reads * read_s <= most + read_s
+
+
+def test_a_stop_of_the_daemon_is_no_long_reading_of_statistics(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It costs nobody the time for which the process stood still."""
+    admin, statistics = bench.session(m.Role.ADMIN), bench.service.statistics
+    read = statistics.read
+
+    def stopped_in_between() -> DaemonStats:
+        bench.now += 600.0
+        return read()
+
+    with monkeypatch.context() as patched:
+        patched.setattr(statistics, "read", stopped_in_between)
+        bench.ask(admin, Stats(1))
+    assert isinstance(bench.ask(admin, Stats(2))[0], StatsReply)
 
 
 # --- credit, and who may connect -------------------------------------------------------------------
