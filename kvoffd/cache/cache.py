@@ -165,9 +165,6 @@ class Cache:
         else:
             lease.ask_again()
         lease.peer = peer
-        if self.life.unswept:
-            for index, keys in groups:
-                self.life.record_unswept(namespace.groups[index], keys)
         pinned_before = self.blocks.pinned_bytes
         asked = None if again else [AskedKeys(namespace, reported=reported) for _ in groups]
         found = list[FoundKeys]()
@@ -175,6 +172,8 @@ class Cache:
         try:
             for index, keys in groups:
                 group = namespace.groups[index]
+                if self.life.unswept:  # before the lookup, which returns the recorded reasons
+                    self.life.record_unswept(group, keys)
                 of_group = self.blocks.lookup(group, keys, lease=is_new)  # a new lease pins them by the same call of C
                 found.append(of_group)
                 if group.predecessors:
@@ -185,7 +184,7 @@ class Cache:
             if self.life.tiers is not None:
                 found = self._find_below(self.life.tiers, lease, groups, found, asked)
         except BaseException:
-            if is_new:
+            if is_new:  # an active one keeps what it had; nothing more was leased for it
                 self.leases.discard(lease, found)
             raise
         found = self.leases.give(lease, found, pinned_before, is_new=is_new)

@@ -104,8 +104,8 @@ class StorePart(NamedTuple):
     keys: bytes
     first_blocks: Mapping[int, int] = MappingProxyType({})
     """First engine block that is written, by key index, if it is not the key's first."""
-    starts: Sequence[int] | None = (0,)
-    """Indices of the keys at which chains begin, the first at 0; None: one chain, which the policy does not judge."""
+    starts: Sequence[int] = (0,)
+    """Indices of the keys at which chains begin, the first at 0; empty if there are no keys."""
     before: Mapping[int, bytes] = MappingProxyType({})
     """Key before a chain's first in its prompt, by the first one's index; none if it begins the prompt, or if that is
     unknown."""

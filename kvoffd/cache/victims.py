@@ -151,7 +151,7 @@ class Victims:
         if passed >= MAX_PASSED and self._bytes_of(victims) < nbytes:
             looked_at = nbytes + groups[0].namespace.retained_bytes  # all that a hint retains may come first
             oldest = np.concatenate(
-                [blocks.oldest(one, min(most, -(-looked_at // one.block_bytes)), unpinned=True) for one in groups]
+                [blocks.oldest_unpinned(one, min(most, -(-looked_at // one.block_bytes))) for one in groups]
             )
             oldest = oldest[self._may_go(oldest, older_than)]
             retained = self._order.retentions.are_retained(oldest)

@@ -99,8 +99,8 @@ class GroupPart:
     """Token ids of the keys' blocks, end to end; empty if no store sent them."""
     first_blocks: Mapping[int, int]
     """First stored engine block by number of the key, if it is not 0."""
-    starts: Sequence[int] | None
-    """First key of each store; None for loads."""
+    starts: Sequence[int]
+    """First key of each job, by number."""
     before: Mapping[int, bytes]
     """Key before the first of a store in its prompt, if known, by the number of that first key."""
 
@@ -144,11 +144,11 @@ def checked_parts(registration: Registration, batch: Stores | Loads, *, storing:
         if block_ids.size and int(block_ids.view(np.uint32).max()) >= limit:
             wrong = block_ids[(block_ids < 0) | (block_ids >= limit)][0]
             raise BadBlockIds(f"Block id {wrong} is outside the registered tensors; use ids from 0 to {limit - 1}.")
-        if _repeats(keys) and any(map(_repeats, (keys[one.key : one.keys_end] for one in spans))):
+        if len(set(keys)) < len(keys) and _one_repeats(keys, [(one.key, one.keys_end) for one in spans]):
             raise BadKeys(f"A key of group {group} occurs twice in one job; send each key once.")
         if not storing:
             ids = block_ids.tolist()
-            if _repeats(ids) and any(map(_repeats, (ids[one.block : one.blocks_end] for one in spans))):
+            if len(set(ids)) < len(ids) and _one_repeats(ids, [(one.block, one.blocks_end) for one in spans]):
                 raise BadBlockIds(f"Group {group} loads into an engine block twice; name each block once.")
         if part.parents and len(part.parents) != len(part.keys):
             raise BadKeys(f"{len(part.parents)} bytes of parents for {len(part.keys)} bytes of keys; send all or none.")
@@ -167,7 +167,7 @@ def checked_parts(registration: Registration, batch: Stores | Loads, *, storing:
                 parents=part.parents,
                 token_ids=part.tokens,
                 first_blocks={span.key: span.first_block for span in spans if span.first_block},
-                starts=[span.key for span in spans] if storing else None,
+                starts=[span.key for span in spans],
                 before={span.key: span.before for span in spans if span.before and storing},
             )
         )
@@ -176,8 +176,9 @@ def checked_parts(registration: Registration, batch: Stores | Loads, *, storing:
     return parts
 
 
-def _repeats(items: Sequence[object]) -> bool:
-    return len(set(items)) < len(items)
+def _one_repeats(items: Sequence[object], jobs: Iterable[tuple[int, int]]) -> bool:
+    """Return whether an item occurs twice in one of the jobs' ranges of items."""
+    return any(len(set(items[begin:end])) < end - begin for begin, end in jobs)
 
 
 # --- jobs -----------------------------------------------------------------------------------------
