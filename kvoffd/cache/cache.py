@@ -180,7 +180,7 @@ class Cache:
                     reasons = self.life.since_reset(group, keys, of_group.reasons)
                     found[-1] = of_group = of_group._replace(reasons=reasons)
                 self.blocks.prompt[of_group.ready] = self.blocks.last_prompt
-                self.order.asked(group, keys, of_group.states, of_group.ready, giver)
+                self.order.record_askers(group, keys, of_group.states, of_group.ready, giver)
             if self.life.tiers is not None:
                 found = self._find_below(self.life.tiers, lease, groups, found, asked)
         except BaseException:
@@ -284,7 +284,7 @@ class Cache:
             if action is HintAction.RELEASE:
                 self.order.release(giver, group, ready)
             else:
-                self.order.asked(group, packed_keys, states, ready, giver)
+                self.order.record_askers(group, packed_keys, states, ready, giver)
                 self.order.retain(wish, group, ready, list(compress(different, (~is_ready).tolist())))
         return count
 

@@ -84,9 +84,10 @@ class HintedOrder:
 
     # --- hints -----------------------------------------------------------------------------------
 
-    def asked(self, group: Group, keys: bytes, states: bytes, ready: BlockIds, giver: int) -> None:
-        """Record that a prompt asked for keys with these states, and for the READY ones' blocks; see ``Askers``. What
-        another giver released is in the policy's order again."""
+    def record_askers(self, group: Group, keys: bytes, states: bytes, ready: BlockIds, giver: int) -> None:
+        """Record that a prompt of this giver asked for keys with these states, and for the READY ones' blocks; see
+        ``Askers``. The policy hears of the prompt later, by ``requested``. What another giver released is in its order
+        again."""
         if self._released:
             others = ready[~self._askers.are_alone(ready, giver)]
             self._return(group, others[self.retentions.have(self._released, others)])
@@ -112,7 +113,7 @@ class HintedOrder:
             return
         self._have_numbers(len(blocks))
         are_retained, counters = self.retentions.are_retained(blocks), group.namespace.counters
-        for both, members in self.retentions.joined(wish, blocks[are_retained]):
+        for both, members in self.retentions.to_extend(wish, blocks[are_retained]):
             self._put(both, group, members)
         wanted = self.retentions.fitting(wish, group, blocks[~are_retained])
         counters.unretained_blocks += int((~are_retained).sum()) - len(wanted)
@@ -360,7 +361,7 @@ class HintedOrder:
         return np.fromiter(islice(chained.from_iterable(parts), count), np.uint32)
 
     def candidates(self, below: float = inf) -> Iterator[BlockIds]:
-        """Yield all that ``first`` returns in batches. Any change of the order ends the iteration."""
+        """Yield all that ``first`` returns in batches. The order must not change until the last one."""
         self.retentions.end_lapsed()  # once, as it changes the order
         first = self._first if self._has_hints else self._policy.first
         given, most = NO_BLOCKS, BATCH

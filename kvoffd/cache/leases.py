@@ -25,11 +25,11 @@ CLAIM_S = 10.0
 class Leases:
     """Active leases, and those that have ended and whose blocks are still to be unpinned.
 
-    An active lease is in ``by_id`` and in ``lease.held``, the leases of its session in its namespace, which are in
+    An active lease is in ``by_id`` and in ``lease.siblings``, the leases of its session in its namespace, which are in
     ``by_session`` and ``by_namespace``. Its blocks are pinned once for each time that their key came when the lease got
-    them, and count in ``keys`` of ``held``; those that no lease had pinned count in ``nbytes`` of both. A session or
-    namespace may end with very many leases: ``held`` loses all of them at once, and each step of ``unpin_some`` does
-    the rest for some.
+    them, and count in ``keys`` of its siblings; those that no lease had pinned count in ``nbytes`` of both. A session
+    or namespace may end with very many leases: ``siblings`` loses all of them at once, and each step of ``unpin_some``
+    does the rest for some.
 
     Args:
         ttl_s: time after which a lease ends by itself.
@@ -86,16 +86,16 @@ class Leases:
     def of(self, session: int) -> LeaseTotals:
         """Return what the session has leased in all namespaces."""
         leases = keys = nbytes = 0
-        for held in self.by_session.get(session, {}).values():
-            leases += len(held.leases)
-            keys += held.keys
-            nbytes += held.nbytes
+        for of_namespace in self.by_session.get(session, {}).values():
+            leases += len(of_namespace.leases)
+            keys += of_namespace.keys
+            nbytes += of_namespace.nbytes
         return LeaseTotals(leases, keys, nbytes)
 
     @property
     def count(self) -> int:
         """Number of active leases."""
-        return sum(len(held.leases) for of_session in self.by_session.values() for held in of_session.values())
+        return sum(len(one.leases) for of_session in self.by_session.values() for one in of_session.values())
 
     def get(self, lease_id: int) -> Lease | None:
         """Return the active lease of this id, if there is one."""
@@ -120,10 +120,11 @@ class Leases:
         return lease
 
     def give(self, lease: Lease, found: list[FoundKeys], pinned_before: int, *, is_new: bool) -> list[FoundKeys]:
-        """Give a lease the READY blocks, which it has pinned already if it ``is_new``. Returns what was found, without
-        the blocks that it may not pin.
+        """Give a lease the READY blocks. Returns what was found, without the blocks that it may not pin.
 
-        ``pinned_before``: pinned bytes before the lookup.
+        All are pinned first, those of a new lease by the lookup: only then it is known what that takes. If it is too
+        much, they are unpinned again, and as many are pinned as ``_cut`` allows. ``pinned_before``: pinned bytes before
+        the lookup.
         """
         ready = _ready_of(found)
         if is_new and (ready.size or lease.coming):
@@ -154,10 +155,10 @@ class Leases:
 
     def _enter(self, lease: Lease) -> None:
         namespaces = self.by_session.setdefault(lease.session, {})
-        if (held := namespaces.get(lease.namespace)) is None:
-            held = namespaces[lease.namespace] = SessionLeases()
-            self.by_namespace.setdefault(lease.namespace, {})[lease.session] = held
-        held.leases[lease], lease.held = None, held
+        if (siblings := namespaces.get(lease.namespace)) is None:
+            siblings = namespaces[lease.namespace] = SessionLeases()
+            self.by_namespace.setdefault(lease.namespace, {})[lease.session] = siblings
+        siblings.leases[lease], lease.siblings = None, siblings
         self.by_id.pop(lease.lease_id, None)  # one that has ended: the place of its key is by its deadline
         self.by_id[lease.lease_id] = lease
 
@@ -249,8 +250,8 @@ class Leases:
 
     def end_namespaces(self, namespaces: Iterable[Namespace]) -> None:
         """End all leases on blocks of namespaces."""
-        held = [(session, one) for one in namespaces for session in self.by_namespace.get(one, ())]
-        self._unpin([self._remove(*of_session).end() for of_session in held])
+        of_sessions = [(session, one) for one in namespaces for session in self.by_namespace.get(one, ())]
+        self._unpin([self._remove(session, one).end() for session, one in of_sessions])
 
     def end_overdue(self) -> int:
         """End leases whose time is over, at most ``ended_at_once``. Returns how many."""
@@ -261,11 +262,11 @@ class Leases:
     def end_all(self, leases: Sequence[Lease]) -> int:
         """End active leases. Returns how many. If there are many, ``unpin_some`` unpins their blocks later."""
         for lease in leases:
-            held = lease.held
-            del held.leases[lease]
-            held.keys -= len(lease.blocks)
-            held.nbytes -= lease.nbytes
-            if not held.leases:
+            siblings = lease.siblings
+            del siblings.leases[lease]
+            siblings.keys -= len(lease.blocks)
+            siblings.nbytes -= lease.nbytes
+            if not siblings.leases:
                 self._remove(lease.session, lease.namespace)
         return self._unpin([dict.fromkeys(leases)])
 
@@ -275,10 +276,10 @@ class Leases:
         del of_session[namespace]
         if not of_session:
             del self.by_session[session]
-        held = of_namespace.pop(session)
+        removed = of_namespace.pop(session)
         if not of_namespace:
             del self.by_namespace[namespace]
-        return held
+        return removed
 
     def _unpin(self, ended: Iterable[dict[Lease, None]]) -> int:
         """Unpin the blocks of leases that have ended, later if they are many: then none of them is looked at now, which
@@ -287,7 +288,7 @@ class Leases:
         self._to_unpin += together
         count = sum(map(len, together))
         self._count_to_unpin += count
-        if self._count_to_unpin <= self.ended_at_once:
+        if 0 < self._count_to_unpin <= self.ended_at_once:
             self.unpin_some()
         return count
 
@@ -321,8 +322,8 @@ class Leases:
 def _add(lease: Lease, fresh: BlockIds, newly_leased_bytes: int) -> None:
     lease.blocks = np.concatenate([lease.blocks, fresh]) if lease.blocks.size else fresh
     lease.nbytes += newly_leased_bytes
-    lease.held.nbytes += newly_leased_bytes
-    lease.held.keys += len(fresh)
+    lease.siblings.nbytes += newly_leased_bytes
+    lease.siblings.keys += len(fresh)
 
 
 def _ready_of(found: Sequence[FoundKeys]) -> BlockIds:

@@ -286,8 +286,9 @@ class Namespace:
         self._encoded_record = fields, msgpack.encode(record)
         return self._encoded_record[1]
 
-    def describe_shards(self, rank: int, shards: Shards | None) -> bool:
-        """Set the layers of a rank's shards unless they are known. Returns whether it did. No copy depends on them."""
+    def set_shards(self, rank: int, shards: Shards | None) -> bool:
+        """Set the layers of a rank's shards unless they are known. Returns whether it did. They are for operators: no
+        copy depends on them."""
         if shards is None or self.shards[rank] is not None:
             return False
         self.shards[rank] = shards

@@ -232,8 +232,8 @@ class BlockStores:
                     runs += _by_prompt(_Run(begin, end, score), prompts)
                     continue
                 limit_score, limit_prompt = below, oldest
-            # It got too little. If blocks with a higher score may go, which a later run may take, its score kept it out:
-            # it is rejected. Else there is no space.
+            # It got too little. If blocks with a higher score may go, which a later run may take, its score has kept it
+            # out: it is rejected. Else there is no space.
             by_score = limit_score < inf
             if by_score and may_evict:  # once there are none, there are none for the rest
                 may_evict = self._space.victims.are_evictable(newest)

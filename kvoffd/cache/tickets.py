@@ -37,7 +37,7 @@ class Lease:
     """Name of the only peer that is asked, as of the last lookup; empty for all."""
     counts_at_end: bool = False
     """Whether its blocks count as covered (loaded or not needed) at its end, as no report will come."""
-    held: SessionLeases = field(default_factory=lambda: SessionLeases())
+    siblings: SessionLeases = field(default_factory=lambda: SessionLeases())
     """The active leases of its session in its namespace, of which it is one until its end."""
     ranks_done: set[int] = field(default_factory=set, init=False)
     """Ranks whose last load under it has ended: it ends once all have."""
@@ -54,7 +54,7 @@ class Lease:
     @property
     def active(self) -> bool:
         """Whether it is in use: not ended, its namespace not reset. A prefetch never is."""
-        return self in self.held.leases
+        return self in self.siblings.leases
 
     def count_load(self, load: LoadTicket) -> None:
         """Count a rank's load that succeeded, once all ranks have loaded the same.

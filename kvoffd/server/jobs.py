@@ -470,41 +470,14 @@ class Jobs:
     @answers(Submit)
     def submit(self, session: Session, message: Submit) -> None:
         """Accept stores and loads, all or none. Their results are published instead of a reply."""
-        cache, pool, limits, accepted_at = self._cache, self._pool, self._config.limits, self._host.now()
-        stores, loads, log = message.stores, message.loads, session.completions
-        log.acknowledge(message.acknowledged)
+        cache, pool, accepted_at = self._cache, self._pool, self._host.now()
+        stores, loads = message.stores, message.loads
+        session.completions.acknowledge(message.acknowledged)
         registration = session.registrations[message.registration_id]
         namespace = registration.namespace
         load_parts = checked_parts(registration, loads, storing=False)
         store_parts = checked_parts(registration, stores, storing=True)
-        ids = [*stores.job_ids, *loads.job_ids]
-        if len(set(ids)) < len(ids) or not self.of(session).keys().isdisjoint(ids):
-            raise KvoffdError.of(ErrorCode.DUPLICATE_JOB)
-        if not len(loads.job_ids) == len(loads.lease_ids) == len(loads.keep_lease):
-            raise BadKeys(
-                f"The message has {len(loads.job_ids)} loads, {len(loads.lease_ids)} lease_ids and "
-                f"{len(loads.keep_lease)} values of keep_lease; send one of each for each load."
-            )
-        parts = (*load_parts, *store_parts)
-        keys = sum([len(part.keys) for part in parts])
-        pieces = sum([part.block_ids.size * len(part.layout.layers) for part in parts])
-        # Only a client that copies its blocks several times at once exceeds twice this.
-        memory_pieces = sum([layout.block_limit * len(layout.layers) for layout in registration.layouts])
-        for count, most, what in (
-            (len(ids), limits.max_jobs_per_message, "jobs in one message"),
-            (keys, limits.max_keys_per_submit, "keys in one message"),
-            (session.in_flight + len(ids), limits.max_jobs_in_flight, "jobs in flight with these"),
-            (
-                session.pieces + pieces,
-                max(limits.max_pieces_in_flight, 2 * memory_pieces),
-                "pieces in flight with these",
-            ),
-        ):
-            if count > most:
-                why = f"{count} {what}; the limit is {most}. Send several messages, or wait for results."
-                raise KvoffdError(why, ErrorCode.TOO_MANY)
-        if log.nbytes >= MAX_UNACKNOWLEDGED_BYTES:
-            raise KvoffdError("The session does not acknowledge its results; do so in each Submit.", ErrorCode.TOO_MANY)
+        self._check_jobs(session, registration, message, (*load_parts, *store_parts))
         parts_of_load: list[list[tuple[GroupPart, JobSpan]]] = [[] for _ in loads.job_ids]
         for part in load_parts:
             for span in part.spans:
@@ -536,6 +509,39 @@ class Jobs:
             raise
         for copy in begun:
             self.start(copy)
+
+    def _check_jobs(
+        self, session: Session, registration: Registration, message: Submit, parts: Sequence[GroupPart]
+    ) -> None:
+        """Check the jobs of a message besides its parts, and how much they are. Raises KvoffdError."""
+        stores, loads, limits = message.stores, message.loads, self._config.limits
+        ids = [*stores.job_ids, *loads.job_ids]
+        if len(set(ids)) < len(ids) or not self.of(session).keys().isdisjoint(ids):
+            raise KvoffdError.of(ErrorCode.DUPLICATE_JOB)
+        if not len(loads.job_ids) == len(loads.lease_ids) == len(loads.keep_lease):
+            raise BadKeys(
+                f"The message has {len(loads.job_ids)} loads, {len(loads.lease_ids)} lease_ids and "
+                f"{len(loads.keep_lease)} values of keep_lease; send one of each for each load."
+            )
+        keys = sum([len(part.keys) for part in parts])
+        pieces = sum([part.block_ids.size * len(part.layout.layers) for part in parts])
+        # Only a client that copies its blocks several times at once exceeds twice this.
+        memory_pieces = sum([layout.block_limit * len(layout.layers) for layout in registration.layouts])
+        for count, most, what in (
+            (len(ids), limits.max_jobs_per_message, "jobs in one message"),
+            (keys, limits.max_keys_per_submit, "keys in one message"),
+            (session.in_flight + len(ids), limits.max_jobs_in_flight, "jobs in flight with these"),
+            (
+                session.pieces + pieces,
+                max(limits.max_pieces_in_flight, 2 * memory_pieces),
+                "pieces in flight with these",
+            ),
+        ):
+            if count > most:
+                why = f"{count} {what}; the limit is {most}. Send several messages, or wait for results."
+                raise KvoffdError(why, ErrorCode.TOO_MANY)
+        if session.completions.nbytes >= MAX_UNACKNOWLEDGED_BYTES:
+            raise KvoffdError("The session does not acknowledge its results; do so in each Submit.", ErrorCode.TOO_MANY)
 
     @answers(Cancel)
     def cancel(self, session: Session, message: Cancel) -> Done:

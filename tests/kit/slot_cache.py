@@ -139,7 +139,7 @@ class CacheRig:
         group: int,
         keys: bytes,
         first_blocks: Mapping[int, int] | None = None,
-        starts: Sequence[int] | None = (0,),
+        starts: Sequence[int] = (0,),
     ) -> list[StoreTicket]:
         return self.cache.stores.begin(namespace, rank, [StorePart(group, keys, first_blocks or {}, starts)])
 
