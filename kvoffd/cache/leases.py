@@ -26,10 +26,10 @@ class Leases:
     """Active leases, and those that have ended and whose blocks are still to be unpinned.
 
     An active lease is in ``by_id`` and in ``lease.siblings``, the leases of its session in its namespace, which are in
-    ``by_session`` and ``by_namespace``. Its blocks are pinned once for each time that their key came when the lease got
-    them, and count in ``keys`` of its siblings; those that no lease had pinned count in ``nbytes`` of both. A session
-    or namespace may end with very many leases: ``siblings`` loses all of them at once, and each step of ``unpin_some``
-    does the rest for some.
+    ``by_session``. Its blocks are pinned once for each time that their key came when the lease got them, and count in
+    ``keys`` of its siblings; those that no lease had pinned count in ``nbytes`` of both. A session or namespace may end
+    with very many leases: ``siblings`` loses all of them at once, and each step of ``unpin_some`` does the rest for
+    some.
 
     Args:
         ttl_s: time after which a lease ends by itself.
@@ -43,7 +43,6 @@ class Leases:
     Attributes:
         by_id: active leases by id, in the order of their deadlines, and ended ones that ``unpin_some`` has not reached.
         by_session: the active ones of each session that has any, by namespace.
-        by_namespace: the same of each namespace, by session.
         withheld_bytes: bytes of blocks that will be promoted, and leases will pin, and of reads that were given up and
             have not ended; kept by the tiers.
         ended_at_once: leases that one step ends or unpins.
@@ -64,7 +63,6 @@ class Leases:
         self.withheld_bytes = 0
         self.ended_at_once = ENDED_AT_ONCE
         self.by_session: dict[int, dict[Namespace, SessionLeases]] = {}
-        self.by_namespace: dict[Namespace, dict[int, SessionLeases]] = {}
         self._claims: dict[int, float] = {}
         """Sessions whose last lookup was cut by the limit of leases, with the time until which they count as sessions
         with leases."""
@@ -86,10 +84,10 @@ class Leases:
     def of(self, session: int) -> LeaseTotals:
         """Return what the session has leased in all namespaces."""
         leases = keys = nbytes = 0
-        for of_namespace in self.by_session.get(session, {}).values():
-            leases += len(of_namespace.leases)
-            keys += of_namespace.keys
-            nbytes += of_namespace.nbytes
+        for siblings in self.by_session.get(session, {}).values():
+            leases += len(siblings.leases)
+            keys += siblings.keys
+            nbytes += siblings.nbytes
         return LeaseTotals(leases, keys, nbytes)
 
     @property
@@ -128,7 +126,11 @@ class Leases:
         """
         ready = _ready_of(found)
         if is_new and (ready.size or lease.coming):
-            self._enter(lease)
+            of_session = self.by_session.setdefault(lease.session, {})
+            lease.siblings = of_session.setdefault(lease.namespace, lease.siblings)  # its own, which is empty, if first
+            lease.siblings.leases[lease] = None
+            self.by_id.pop(lease.lease_id, None)  # one that has ended: the place of its key is by its deadline
+            self.by_id[lease.lease_id] = lease
         if not ready.size:
             return found
         if is_new:
@@ -152,15 +154,6 @@ class Leases:
         self._life.return_unpinned(self._blocks.end_lease(_ready_of(found)))
         if self._life.tiers is not None:
             self._life.tiers.lease_ended(lease)
-
-    def _enter(self, lease: Lease) -> None:
-        namespaces = self.by_session.setdefault(lease.session, {})
-        if (siblings := namespaces.get(lease.namespace)) is None:
-            siblings = namespaces[lease.namespace] = SessionLeases()
-            self.by_namespace.setdefault(lease.namespace, {})[lease.session] = siblings
-        siblings.leases[lease], lease.siblings = None, siblings
-        self.by_id.pop(lease.lease_id, None)  # one that has ended: the place of its key is by its deadline
-        self.by_id[lease.lease_id] = lease
 
     def _unpin_for(self, session: int, nbytes: int) -> None:
         """Unpin blocks of ended leases, which must not keep a new one small, until a session may pin these bytes."""
@@ -245,13 +238,17 @@ class Leases:
     def end_session(self, session: int) -> int:
         """End all leases of a closed session. Returns how many."""
         self._claims.pop(session, None)
-        namespaces = [*self.by_session.get(session, ())]
-        return self._unpin([self._remove(session, namespace).end() for namespace in namespaces])
+        namespaces = self.by_session.pop(session, {})
+        return self._unpin([siblings.end() for siblings in namespaces.values()])
 
     def end_namespaces(self, namespaces: Iterable[Namespace]) -> None:
         """End all leases on blocks of namespaces."""
-        of_sessions = [(session, one) for one in namespaces for session in self.by_namespace.get(one, ())]
-        self._unpin([self._remove(session, one).end() for session, one in of_sessions])
+        which, ended = set(namespaces), list[dict[Lease, None]]()
+        for session, of_session in list(self.by_session.items()):
+            ended += [of_session.pop(one).end() for one in which.intersection(of_session)]
+            if not of_session:
+                del self.by_session[session]
+        self._unpin(ended)
 
     def end_overdue(self) -> int:
         """End leases whose time is over, at most ``ended_at_once``. Returns how many."""
@@ -267,19 +264,11 @@ class Leases:
             siblings.keys -= len(lease.blocks)
             siblings.nbytes -= lease.nbytes
             if not siblings.leases:
-                self._remove(lease.session, lease.namespace)
+                of_session = self.by_session[lease.session]
+                del of_session[lease.namespace]
+                if not of_session:
+                    del self.by_session[lease.session]
         return self._unpin([dict.fromkeys(leases)])
-
-    def _remove(self, session: int, namespace: Namespace) -> SessionLeases:
-        """Take a session's leases in a namespace out of both tables. Returns them."""
-        of_session, of_namespace = self.by_session[session], self.by_namespace[namespace]
-        del of_session[namespace]
-        if not of_session:
-            del self.by_session[session]
-        removed = of_namespace.pop(session)
-        if not of_namespace:
-            del self.by_namespace[namespace]
-        return removed
 
     def _unpin(self, ended: Iterable[dict[Lease, None]]) -> int:
         """Unpin the blocks of leases that have ended, later if they are many: then none of them is looked at now, which

@@ -99,10 +99,6 @@ class GroupPart:
     """Token ids of the keys' blocks, end to end; empty if no store sent them."""
     first_blocks: Mapping[int, int]
     """First stored engine block by number of the key, if it is not 0."""
-    starts: Sequence[int]
-    """First key of each job, by number."""
-    before: Mapping[int, bytes]
-    """Key before the first of a store in its prompt, if known, by the number of that first key."""
 
     def tokens_by_key(self) -> Mapping[bytes, BlockTokens]:
         """Return the parent and the token ids of each key, if the stores sent both."""
@@ -167,8 +163,6 @@ def checked_parts(registration: Registration, batch: Stores | Loads, *, storing:
                 parents=part.parents,
                 token_ids=part.tokens,
                 first_blocks={span.key: span.first_block for span in spans if span.first_block},
-                starts=[span.key for span in spans],
-                before={span.key: span.before for span in spans if span.before and storing},
             )
         )
     if len(not_empty) < jobs:
@@ -246,8 +240,8 @@ class StoreBatch(JobCopy):
                 group=one.group,
                 keys=one.packed_keys,
                 first_blocks=one.first_blocks,
-                starts=one.starts,
-                before=one.before,
+                starts=[span.key for span in one.spans],
+                before={span.key: span.before for span in one.spans if span.before},
                 prompts=[span.job for span in one.spans],
             )
             for one in self.parts
