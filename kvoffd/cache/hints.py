@@ -244,6 +244,7 @@ class HintedOrder:
             soon = self._policy.first(min(left, len(self._blocks.state) // SOON_DIVISOR))
             retained = self.retentions.are_retained(soon)
             self._set_aside(soon[retained])
+            # Those behind them were not looked at.
             self._retained_may_be_next = left < SET_ASIDE_AT_ONCE or bool(retained.any())
         return more or self._retained_may_be_next
 

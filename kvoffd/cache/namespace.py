@@ -280,8 +280,16 @@ class Namespace:
             for one in self.shards
         ]
         record = NamespaceRecord(
-            *(self.number, self.fingerprint, self.label, self.world_size, self.key_bytes, self.specs),
-            *(self.description, tuple(self.shard_bytes), tuple(shards), self.generation),
+            number=self.number,
+            fingerprint=self.fingerprint,
+            label=self.label,
+            world_size=self.world_size,
+            key_bytes=self.key_bytes,
+            groups=self.specs,
+            description=self.description,
+            shard_bytes=tuple(self.shard_bytes),
+            shards=tuple(shards),
+            generation=self.generation,
         )
         self._encoded_record = fields, msgpack.encode(record)
         return self._encoded_record[1]

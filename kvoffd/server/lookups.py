@@ -69,7 +69,11 @@ class Lookups:
         namespace, groups = session.namespaces[message.namespace], [(part.group, part.keys) for part in message.groups]
         _check_count(groups, namespace, min(m.MAX_HINT_KEYS, self._limits.max_keys_per_request))
         ready = self._cache.hint(
-            *(namespace, message.action, groups, message.priority, message.ttl_s),
+            namespace,
+            message.action,
+            groups,
+            message.priority,
+            message.ttl_s,
             session=session.id,
             giver=message.giver,
         )
