@@ -137,7 +137,8 @@ class Leases:
             fresh, newly_leased_bytes = ready, sum([of_group.newly_leased_bytes for of_group in found])
         else:
             fresh, newly_leased_bytes = self._lease_fresh(lease, ready)
-        if self._is_within_limit(lease.session, len(fresh), newly_leased_bytes, pinned_before):
+        fits = self._is_within_limit(lease.session, len(fresh), newly_leased_bytes, pinned_before)
+        if fits and self._is_within_share(lease.session, newly_leased_bytes):
             self._claims.pop(lease.session, None)
         else:
             self._life.return_unpinned(self._blocks.end_lease(fresh))
@@ -168,17 +169,20 @@ class Leases:
         return fresh, self._blocks.lease(fresh)
 
     def _is_within_limit(self, session: int, keys: int, newly_leased_bytes: int, pinned_before: int) -> bool:
-        """Return whether a session may keep this many keys that a lookup has just leased."""
-        leased = self.of(session)
-        if leased.keys + keys > self._max_keys:
+        """Return whether a session may keep this many keys that were just leased for it, whatever its share."""
+        if self.of(session).keys + keys > self._max_keys:
             return False
         if not newly_leased_bytes:
             return True
-        pinned_bytes = self._blocks.pinned_bytes
-        # Other pins, as those of loads, may exceed the limit: then a lookup is within it if it has pinned nothing new.
-        if self._blocks.leased_bytes > self.most_bytes or pinned_bytes > max(self.most_bytes, pinned_before):
-            return False
-        return pinned_bytes <= self.most_bytes // 2 or leased.nbytes + newly_leased_bytes <= self._share_bytes(session)
+        leased_bytes, pinned_bytes = self._blocks.leased_bytes, self._blocks.pinned_bytes
+        # Other pins, as those of loads, may exceed the limit: then this is within it if it has pinned nothing new.
+        return leased_bytes <= self.most_bytes and pinned_bytes <= max(self.most_bytes, pinned_before)
+
+    def _is_within_share(self, session: int, newly_leased_bytes: int) -> bool:
+        """Return whether a session may keep these bytes that were just leased for it, as far as others need a part."""
+        if not newly_leased_bytes or self._blocks.pinned_bytes <= self.most_bytes // 2:
+            return True
+        return self.of(session).nbytes + newly_leased_bytes <= self._share_bytes(session)
 
     def _share_bytes(self, session: int) -> int:
         """Return the equal part of a session among those that have pinned something, or claim it, and itself."""
@@ -219,14 +223,12 @@ class Leases:
         """Pin READY blocks that were promoted for a lease, unless it has ended or leases may not pin more."""
         if not lease.active:
             return
-        pinned_before, keys = self._blocks.pinned_bytes, self.of(lease.session).keys
+        pinned_before = self._blocks.pinned_bytes
         newly_leased_bytes = self._blocks.lease(blocks)
-        exceeds = self._blocks.leased_bytes > self.most_bytes and newly_leased_bytes > 0
-        exceeds |= self._blocks.pinned_bytes > max(self.most_bytes, pinned_before)
-        if exceeds or keys + len(blocks) > self._max_keys:
-            self._life.return_unpinned(self._blocks.end_lease(blocks))
-        else:
+        if self._is_within_limit(lease.session, len(blocks), newly_leased_bytes, pinned_before):
             _add(lease, blocks, newly_leased_bytes)
+        else:
+            self._life.return_unpinned(self._blocks.end_lease(blocks))
 
     # --- ends -----------------------------------------------------------------------------------
 
