@@ -7,12 +7,12 @@ import pytest
 from tests.tools.ways import WAYS, go
 
 MOST = {
-    "lookup": (26, 15),
-    "store": (42, 29),
-    "store-end": (19, 13),
-    "load": (16, 11),
-    "load-end": (22, 14),
-    "reset": (38, 21),
+    "lookup": (25, 15),
+    "store": (39, 28),
+    "store-end": (17, 12),
+    "load": (14, 10),
+    "load-end": (20, 14),
+    "reset": (36, 20),
     "disk-write": (69, 44),
     "promotion": (99, 62),
     "redis-promotion": (150, 98),
