@@ -328,7 +328,7 @@ class HintedOrder:
             runs = [(len(list(run)), score) for score, run in groupby(scores)]
         if self._released or self._ended:
             lowest = -inf
-        elif self.retentions.live:  # may go for keys with an infinite score only
+        elif self.retentions.live:  # retained blocks go for keys with an infinite score, so this must be below that
             lowest = min(lowest, float_info.max)
         return Admission(runs, lowest)
 
