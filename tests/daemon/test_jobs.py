@@ -301,7 +301,7 @@ def test_leases_end_with_their_time(impatient: DaemonProcess, memory: SharedMemo
     with engine(impatient) as (worker, scheduler):
         cache = worker.register(memory)
         worker.store(cache, keys(1, 2), [0, 1])
-        assert scheduler.lookup(1, keys(1)).ttl_s == 3.0
+        assert 2.0 < scheduler.lookup(1, keys(1)).ttl_s <= 3.0, "never more than there is"
         wait_until(lambda: scheduler.lookup(1, keys(1)).ttl_s < 2.9)  # what is left
         wait_until(lambda: not books(impatient.directory).leases, interval_s=0.05)
         assert worker.load(cache, scheduler.lease(1), keys(1), [9]).error == "unknown_lease"
