@@ -224,7 +224,11 @@ class _Tables(NamedTuple):
 
 
 def _tables(outcome: PromptUse, reasons: bytes) -> _Tables:
-    """Return the tables for a prompt's keys. ``reasons``: those of all keys that are not covered."""
+    """Return the tables for a prompt's keys. ``reasons``: those of all keys that are not covered.
+
+    A key that was there, and was not loaded, was left out by choice if nothing was lacking. Else something before it
+    was, without which it is useless: it is AFTER_GAP.
+    """
     there, may_come = (sum(map(reasons.count, values)) for values in ((FOUND, CAME), (IN_A_TIER, UNANSWERED_YET)))
     all_there = there == len(reasons) and outcome.not_awaited is None
     all_may_come = there + may_come == len(reasons) and outcome.not_awaited is None

@@ -49,8 +49,15 @@ class Askers:
         self._entries = np.zeros((2, 1 << bits), np.uint32)
         """[2, entries] giver of the only prompts that asked for the key: since the entries were last full, and before;
         they change places then."""
-        memory = self._of, *self._entries
-        self._fields = _Askers(*(one.ctypes.data for one in memory), bits, 0, (1 << bits) // FULL_DIVISOR)
+        recent, before = self._entries
+        self._fields = _Askers(
+            at_of=self._of.ctypes.data,
+            at_recent=recent.ctypes.data,
+            at_before=before.ctypes.data,
+            bits=bits,
+            used=0,
+            most=(1 << bits) // FULL_DIVISOR,
+        )
         self._at = ctypes.addressof(self._fields)
 
     def asked(self, group: Group, keys: bytes, states: bytes, ready: BlockIds, giver: int) -> None:

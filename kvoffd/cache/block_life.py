@@ -89,7 +89,7 @@ class BlockLife:
             began, the oldest first.
         quarantined_slots, quarantined_bytes: slots that hold wrong bytes and are not used again.
         unannounced: [slots] whether it is a recovered block that was not reported to the listener yet.
-        lost_ready: whether READY blocks have left the index since the last ``Prompts.report``.
+        ready_losses: how often READY blocks have left the index: while it stays, those that a lookup found are READY.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class BlockLife:
         self.partial: dict[int, float] = {}
         self.quarantined_slots = self.quarantined_bytes = 0
         self.unannounced = np.zeros(len(blocks.state), np.bool_)
-        self.lost_ready = False
+        self.ready_losses = 0
         self._events, self._clock = events, clock
         self._bytes_by_state = blocks.by_state.bytes
         """Bytes of all blocks by state, including those of forgotten namespaces."""
@@ -144,7 +144,9 @@ class BlockLife:
 
     def begin_writes(self, blocks: BlockIds, rank: int) -> tuple[SlotIds, Offsets]:
         """Mark a rank's shards of WRITING blocks as being written. Returns their slots and pool offsets."""
-        self._pop_all(self.partial, blocks)
+        if self.partial:
+            for block in blocks.tolist():
+                self.partial.pop(block, None)
         return self.blocks.begin_writes(self.slots, blocks, rank)
 
     def begin_all_writes(self, slots: npt.NDArray[np.uint32]) -> None:
@@ -186,7 +188,8 @@ class BlockLife:
         tokens: Mapping[bytes, BlockTokens] = NO_TOKENS,
         chains: Sequence[ChainStart] = (),
     ) -> BlockIds:
-        """End the writes to these shards' slots, whose bytes are all there. Returns the blocks that became READY.
+        """End the writes to these shards' slots, whose bytes are all there. Returns the blocks that became READY, in
+        the order of ``blocks``, and reports them.
 
         ``first_blocks``: first engine block of each shard; None for 0 of all. ``checksums``: 0 for those that are still
         to be computed. ``chains``: see ``BlockTable.publish``.
@@ -195,20 +198,23 @@ class BlockLife:
             self.end_writes(group, blocks, slots)
             return NO_BLOCKS
         sums, living = array("Q", checksums), self.blocks.state[blocks] == WRITING
-        if not living.all():
+        if not living.all():  # some were dropped since
             self.end_writes(group, blocks[~living], slots[~living])
-            blocks, slots, sums, chains = blocks[living], slots[living], array("Q", compress(sums, living)), ()
+            blocks, slots, sums = blocks[living], slots[living], array("Q", compress(sums, living))
             first_blocks = None if first_blocks is None else array("H", compress(first_blocks, living))
+            chains = ()  # they are not whole any more
         ready, packed_keys = self.blocks.publish(group, blocks, slots, first_blocks, sums, chains)
         if len(ready) < len(blocks):
             self._mark_partial(group, blocks[self.blocks.missing[blocks] != 0])
         if ready.size:
-            self._pop_all(self._sole_of, ready)
+            if self._sole_of:
+                for block in ready.tolist():
+                    self._sole_of.pop(block, None)
             group.namespace.counters.stored_blocks += len(ready)
             self.order.insert(group, ready, packed_keys)
             keys = np.frombuffer(packed_keys, group.namespace.key_type)[::-1].tolist()
             self._events.stored(group.namespace, group.index, keys, tokens=tokens)
-        return ready[::-1]
+        return ready[::-1]  # C goes from the last to the first
 
     def end_writes(self, group: Group, blocks: BlockIds, slots: SlotIds) -> None:
         """End the writes to these shards' slots, whose content is discarded. Shards of other ranks stay and wait."""
@@ -331,13 +337,15 @@ class BlockLife:
             self._record_reset(group.namespace.groups[group.index], packed_keys)
         if state == READY:
             self._report_removed(group, blocks, packed_keys)
-        self._pop_all(self.partial, blocks)
-        self._pop_all(self._sole_of, blocks)
+        elif self.partial or self._sole_of:
+            for block in blocks.tolist():
+                self.partial.pop(block, None)
+                self._sole_of.pop(block, None)
         self._return_slots(group, ended)
 
     def _report_removed(self, group: Group, blocks: BlockIds, packed_keys: bytes) -> None:
         """Report to policy and listener that READY blocks are gone."""
-        self.lost_ready = True
+        self.ready_losses += 1
         self.order.remove(group, blocks, packed_keys)
         keys = np.frombuffer(packed_keys, group.namespace.key_type)
         if self._to_announce.size:  # some may never have been reported
@@ -422,9 +430,3 @@ class BlockLife:
         """Note that a slot holds wrong bytes, whatever is using it now. The next daemon does not use it either."""
         assert not self.blocks.shard[slot] & CORRUPT
         self.blocks.set_corrupt(slot)
-
-    @staticmethod
-    def _pop_all(table: dict[int, float] | dict[int, int], blocks: BlockIds) -> None:
-        if table:
-            for block in blocks.tolist():
-                table.pop(block, None)

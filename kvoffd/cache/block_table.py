@@ -78,8 +78,9 @@ MAX_SEEN = 4096
 """Blocks that one search for evictable blocks of a group examines: one to three milliseconds, depending on where they
 lie."""
 FOUND, CAME, IN_A_TIER, UNANSWERED_YET = 255, 254, 253, 252
-"""Values instead of a ``MissReason``. FOUND: the pool has the key's block. CAME: a tier had it, and it is in the pool
-now. IN_A_TIER: a tier has it. UNANSWERED_YET: a store was asked for it, and has not answered."""
+"""Values instead of a ``MissReason``, above all of these. FOUND: the pool has the key's block. CAME: a tier had it, and
+it is in the pool now. IN_A_TIER: a tier has it. UNANSWERED_YET, the lowest: a store was asked for it, and has not
+answered."""
 KNOWN_MISSES = 2**19
 """Keys whose reason for leaving is remembered, 8 bytes each. A new key replaces one at random."""
 _ARRAYS = "state", "shard", "pins", "leases", "missing", "group", "next", "pages", "older", "newer", "misses", "prompt"
@@ -166,8 +167,12 @@ class EndedSlots(NamedTuple):
 class BlockTable(Structure):
     """Arrays by slot number, and the index. Not thread-safe. It is the ``struct blocks`` of blocks.h.
 
-    Arrays for C are copied into ``bytes`` first (``packed``), and results of C are copied out of the buffers: for a few
-    blocks, that is faster than asking an array for its address.
+    A method packs what C reads, calls it, and copies its results out of buffers, which the next call overwrites.
+    Nothing is decided here: ``BlockLife`` says when a block may change, and has methods of the same names that call
+    these and report the change.
+
+    Arrays for C are copied into ``bytes`` first (``packed``): for a few blocks, that is faster than asking an array for
+    its address.
 
     Args:
         records: the slot table's records, by slot.
@@ -225,20 +230,18 @@ class BlockTable(Structure):
         self._close = weakref.finalize(self, self._native.blocks_close, self.address)
         self.at_counts, _ = self._counts.buffer_info()
         self._capacity = 0
+        """Keys or slots whose results fit the buffers: a call of C for more must come after ``_grow``."""
         self._grow(512)
 
-    def _grow(self, count: int) -> int:
-        """Make the buffers hold the largest result for this many keys or slots. Returns their number.
-
-        For each that is two numbers (``begin_load``), a key of MAX_KEY_BYTES, or a state and a reason, and an offset.
-        """
-        if count > self._capacity:
-            most = 2 * count  # later calls are likely to need more
-            buffers = np.empty(2 * most, np.uint32), np.empty(MAX_KEY_BYTES * most, np.uint8), np.empty(most, np.uint64)
-            self._numbers, self._bytes, self._offsets = buffers  # all, or none if one allocation fails
-            self.at_numbers, self.at_bytes, self.at_offsets = (one.ctypes.data for one in buffers)
-            self._capacity = most
-        return count
+    def _grow(self, count: int) -> None:
+        """Replace the buffers by ones for the largest result of twice as many keys or slots, as later calls are likely
+        to have more. For each that is two numbers (``begin_load``), a key of MAX_KEY_BYTES, or a state and a reason,
+        and an offset."""
+        most = 2 * count
+        buffers = np.empty(2 * most, np.uint32), np.empty(MAX_KEY_BYTES * most, np.uint8), np.empty(most, np.uint64)
+        self._numbers, self._bytes, self._offsets = buffers  # all, or none if one allocation fails
+        self.at_numbers, self.at_bytes, self.at_offsets = (one.ctypes.data for one in buffers)
+        self._capacity = most
 
     @property
     def nbytes(self) -> int:
@@ -247,13 +250,17 @@ class BlockTable(Structure):
 
     def find(self, group: Group, keys: bytes) -> tuple[bytes, BlockIds]:
         """Return the state and number of each key's block; FREE and NO_BLOCK if it has none."""
-        count = self._grow(len(keys) // group.key_bytes)
+        count = len(keys) // group.key_bytes
+        if count > self._capacity:
+            self._grow(count)
         self._native.blocks_find(self.address, group.number, keys, count, group.key_bytes)
         return self._bytes[:count].tobytes(), self._numbers[:count].copy()
 
     def lookup(self, group: Group, keys: bytes, *, lease: bool) -> FoundKeys:
         """Find keys, and ``lease`` the blocks of the READY ones if so told."""
-        count, leased_bytes = self._grow(len(keys) // group.key_bytes), self.leased_bytes
+        count, leased_bytes = len(keys) // group.key_bytes, self.leased_bytes
+        if count > self._capacity:
+            self._grow(count)
         self._native.blocks_lookup(self.address, group.number, keys, count, group.key_bytes, lease)
         ready, ready_prefix = self._counts
         states, reasons = self._bytes[:count].tobytes(), self._bytes[count : 2 * count].tobytes()
@@ -264,7 +271,9 @@ class BlockTable(Structure):
 
         ``first_blocks``: by the index of a key, the first engine block that is offered, if not 0.
         """
-        count, offered = self._grow(len(keys) // group.key_bytes), None
+        count, offered = len(keys) // group.key_bytes, None
+        if count > self._capacity:
+            self._grow(count)
         if first_blocks:
             firsts = array("H", bytes(2 * count))
             for index, first in first_blocks.items():
@@ -281,7 +290,8 @@ class BlockTable(Structure):
         """
         assert 0 <= count * group.key_bytes <= len(keys)
         ranks = len(group.sizes)
-        self._grow(count * ranks)
+        if count * ranks > self._capacity:
+            self._grow(count * ranks)
         made = self._native.blocks_make(self.address, slots.address, group.packed, keys, count)
         assert made != NO_BLOCK, "a key has a block"
         return self._numbers[: made * ranks].reshape(made, ranks).copy()
@@ -292,7 +302,8 @@ class BlockTable(Structure):
         Returns the slots, [blocks, ranks], and the keys of the dropped blocks.
         """
         count, ranks, size = len(blocks), len(group.sizes), group.key_bytes
-        self._grow(count * ranks)
+        if count * ranks > self._capacity:
+            self._grow(count * ranks)
         replaced = self._native.blocks_replace(self.address, group.packed, packed(blocks), count, keys, reason)
         assert replaced == count, "a block is in use, or a key has a block"
         slots = self._numbers[: count * ranks].reshape(count, ranks).copy()
@@ -300,14 +311,18 @@ class BlockTable(Structure):
 
     def begin_writes(self, slots: SlotAllocator, blocks: BlockIds, rank: int) -> tuple[SlotIds, Offsets]:
         """Mark a rank's shards of WRITING blocks as being written. Returns their slots and pool offsets."""
-        count = self._grow(len(blocks))
+        count = len(blocks)
+        if count > self._capacity:
+            self._grow(count)
         self._native.blocks_begin_writes(self.address, slots.address, packed(blocks), count, rank)
         return self._numbers[:count].copy(), self._offsets[:count].copy()
 
     def begin_load(self, slots: SlotAllocator, group: Group, keys: bytes, rank: int, first_block: int) -> LoadedShards:
         """Pin blocks if a rank can read all its shards, the first from ``first_block``. Raises NotReady with the
         indices of the keys that it cannot read."""
-        count = self._grow(len(keys) // group.key_bytes)
+        count = len(keys) // group.key_bytes
+        if count > self._capacity:
+            self._grow(count)
         offered = group.number, keys, count, group.key_bytes, rank, first_block
         if not self._native.blocks_begin_load(self.address, slots.address, *offered):
             raise NotReady(group.index, np.flatnonzero(self._bytes[:count] == 0).tolist())
@@ -333,9 +348,10 @@ class BlockTable(Structure):
         """
         count = len(blocks)
         firsts, sums = None if first_blocks is None else array("H", first_blocks).tobytes(), checksums.tobytes()
-        assert 8 * count == 8 * len(slots) == len(sums)
+        assert count == len(slots) == len(checksums)
         assert firsts is None or 2 * count == len(firsts)
-        self._grow(count)
+        if count > self._capacity:
+            self._grow(count)
         written, begins = (packed(blocks), packed(slots), count), array("I", chain.from_iterable(chains)).tobytes()
         found = self._native.blocks_publish(self.address, group.packed, *written, firsts, sums, begins, len(chains))
         assert found != NO_BLOCK, "a block is not WRITING"
@@ -363,11 +379,18 @@ class BlockTable(Structure):
         """Count all blocks of a group as DROPPED from now on."""
         self._native.blocks_retire(self.address, group.packed)
 
-    def oldest(self, group: Group, count: int, *, unpinned: bool = False) -> BlockIds:
-        """Return up to ``count`` of the blocks that were first added to the group. ``unpinned``: only READY ones
-        without pins among the first ``MAX_SEEN``, the others of which become the newest."""
-        self._grow(count)
-        seen = MAX_SEEN if unpinned else count
+    def oldest(self, group: Group, count: int) -> BlockIds:
+        """Return up to ``count`` of the blocks that were first added to the group."""
+        return self._oldest(group, count, count, unpinned=False)
+
+    def oldest_unpinned(self, group: Group, count: int) -> BlockIds:
+        """Return up to ``count`` READY blocks without pins among the MAX_SEEN that were first added to the group. The
+        others that it meets become the newest, so that the next search does not meet them again."""
+        return self._oldest(group, count, MAX_SEEN, unpinned=True)
+
+    def _oldest(self, group: Group, count: int, seen: int, *, unpinned: bool) -> BlockIds:
+        if count > self._capacity:
+            self._grow(count)
         found = self._native.blocks_oldest(self.address, group.packed, count, seen, unpinned)
         return self._numbers[:found].copy()
 
@@ -390,7 +413,8 @@ class BlockTable(Structure):
         ``retentions``: see ``Retentions``: ``hint_of`` and ``numbers``.
         """
         most = len(order) + 2 * slots.slots_per_region
-        self._grow(most)
+        if most > self._capacity:
+            self._grow(most)
         wanted = slots.address, group.packed, count, packed(order), len(order)
         retained = hints.ctypes.data, packed(retentions), len(retentions)
         found = self._native.blocks_choose_victims(self.address, *wanted, most, last, older_than, *retained)
@@ -404,7 +428,9 @@ class BlockTable(Structure):
 
         Returns their keys, and the result of ``end_dropped``.
         """
-        self._grow(len(blocks) * len(group.sizes))
+        slots = len(blocks) * len(group.sizes)
+        if slots > self._capacity:
+            self._grow(slots)
         dropped = self._native.blocks_drop(self.address, group.packed, packed(blocks), len(blocks), reason)
         assert dropped == len(blocks), "a block is not in the index"
         return self._bytes[: len(blocks) * group.key_bytes].tobytes(), self._ended()
@@ -414,7 +440,9 @@ class BlockTable(Structure):
 
         CORRUPT slots keep that mark, in their records too, and must not be used again.
         """
-        self._grow(len(blocks) * len(group.sizes))
+        slots = len(blocks) * len(group.sizes)
+        if slots > self._capacity:
+            self._grow(slots)
         self._native.blocks_end_dropped(self.address, group.packed, packed(blocks), len(blocks))
         return self._ended()
 
@@ -442,8 +470,10 @@ class BlockTable(Structure):
     def unpin(self, blocks: BlockIds) -> BlockIds:
         """Remove one pin for each occurrence of a block. Returns the blocks that are not pinned any more, for
         ``BlockLife.return_unpinned``."""
-        self._grow(len(blocks))
-        return self._numbers[: self._native.blocks_unpin(self.address, packed(blocks), len(blocks))].copy()
+        count = len(blocks)
+        if count > self._capacity:
+            self._grow(count)
+        return self._numbers[: self._native.blocks_unpin(self.address, packed(blocks), count)].copy()
 
     def lease(self, blocks: BlockIds) -> int:
         """Pin blocks for a lease, until ``end_lease``. Returns the bytes of those that no lease pinned before."""
@@ -453,8 +483,10 @@ class BlockTable(Structure):
 
     def end_lease(self, blocks: BlockIds) -> BlockIds:
         """Undo ``lease``. Returns the blocks that are not pinned any more, for ``BlockLife.return_unpinned``."""
-        self._grow(len(blocks))
-        return self._numbers[: self._native.blocks_end_lease(self.address, packed(blocks), len(blocks))].copy()
+        count = len(blocks)
+        if count > self._capacity:
+            self._grow(count)
+        return self._numbers[: self._native.blocks_end_lease(self.address, packed(blocks), count)].copy()
 
     def slots(self, blocks: BlockIds, ranks: int) -> npt.NDArray[np.uint32]:
         """Return the slots of blocks that have at least ``ranks`` of them, [blocks, ranks]."""
@@ -473,7 +505,9 @@ class BlockTable(Structure):
 
     def keys(self, blocks: BlockIds, key_bytes: int) -> bytes:
         """Return the keys of blocks of one group, concatenated."""
-        count = self._grow(len(blocks))
+        count = len(blocks)
+        if count > self._capacity:
+            self._grow(count)
         self._native.blocks_keys(self.address, packed(blocks), count, key_bytes)
         return self._bytes[: count * key_bytes].tobytes()
 
@@ -489,7 +523,9 @@ class BlockTable(Structure):
 
     def miss_reasons(self, group: Group, keys: bytes) -> bytes:
         """Return the ``MissReason`` of each key, as far as it is known."""
-        count = self._grow(len(keys) // group.key_bytes)
+        count = len(keys) // group.key_bytes
+        if count > self._capacity:
+            self._grow(count)
         self._native.blocks_reasons(self.address, group.number, keys, count, group.key_bytes)
         return self._bytes[:count].tobytes()
 

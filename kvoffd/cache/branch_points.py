@@ -66,7 +66,7 @@ class _Place:
     has_child: bool = False
 
 
-class _Prompts:
+class _KnownBlocks:
     """Known blocks of a namespace's prompts."""
 
     def __init__(self) -> None:
@@ -85,7 +85,7 @@ class BranchPoints:
         self._clock, self._halved_at = clock, clock()
         self._queue: deque[tuple[Namespace, bytes, bytes, bytes]] = deque()
         self._queued_bytes = 0
-        self._of: dict[Namespace, _Prompts] = {}
+        self._of: dict[Namespace, _KnownBlocks] = {}
 
     def offered(self, namespace: Namespace, keys: Sequence[bytes], parents: bytes, token_ids: bytes) -> None:
         """Record blocks that an engine stores: their keys, and parents and token ids of all, end to end."""
@@ -103,16 +103,16 @@ class BranchPoints:
         for _ in range(min(len(self._queue), BLOCKS_PER_TICK)):
             namespace, key, parent, tokens = self._queue.popleft()
             self._queued_bytes -= len(tokens)
-            prompts = self._of.get(namespace)
-            if prompts is None:
-                prompts = self._of[namespace] = _Prompts()
-            _add(prompts, key, parent, tokens)
-            _forget_oldest(prompts, MAX_KNOWN // len(self._of))
+            known = self._of.get(namespace)
+            if known is None:
+                known = self._of[namespace] = _KnownBlocks()
+            _add(known, key, parent, tokens)
+            _forget_oldest(known, MAX_KNOWN // len(self._of))
         if self._clock() - self._halved_at >= HALVED_EVERY_S:
             self._halved_at = self._clock()
-            for prompts in self._of.values():
-                prompts.seen_tokens /= 2
-                for point in prompts.points.values():
+            for known in self._of.values():
+                known.seen_tokens /= 2
+                for point in known.points.values():
                     point.prompts /= 2
                     point.repeated_tokens /= 2
 
@@ -122,46 +122,46 @@ class BranchPoints:
         self._queued_bytes = sum(len(tokens) for *_, tokens in self._queue)
 
     def of(self, namespace: Namespace) -> Branches:
-        if (prompts := self._of.get(namespace)) is None:
+        if (known := self._of.get(namespace)) is None:
             return Branches(0, [])
-        points = sorted(prompts.points.values(), key=lambda point: -point.repeated_tokens)
-        return Branches(round(prompts.seen_tokens), [point for point in points if point.repeated_tokens])
+        points = sorted(known.points.values(), key=lambda point: -point.repeated_tokens)
+        return Branches(round(known.seen_tokens), [point for point in points if point.repeated_tokens])
 
 
-def _add(prompts: _Prompts, key: bytes, parent: bytes, tokens: bytes) -> None:
-    places, own, content = prompts.places, hash(key), hash(tokens)
+def _add(known: _KnownBlocks, key: bytes, parent: bytes, tokens: bytes) -> None:
+    places, own, content = known.places, hash(key), hash(tokens)
     if own in places:  # it was stored before
         places.move_to_end(own)
         return
-    before = places.get(hash(parent)) if any(parent) else prompts.root  # a first block's parent is all zeros
+    before = places.get(hash(parent)) if any(parent) else known.root  # a first block's parent is all zeros
     if before is None:
         return  # what comes before it is not remembered
-    if before is not prompts.root:
+    if before is not known.root:
         places.move_to_end(hash(parent))
     count = len(tokens) // TOKEN_ID_BYTES
-    prompts.seen_tokens += count
-    is_known, point = content in prompts.contents, before.point
+    known.seen_tokens += count
+    is_known, point = content in known.contents, before.point
     if is_known and point is not None:  # behind a difference: equal tokens are stored already
         point.repeated_tokens += count
     elif not is_known and point is None and before.has_child:  # the same beginning has another continuation
-        point = prompts.points.get(before)
+        point = known.points.get(before)
         if point is None:
-            point = prompts.points[before] = Branch(before.end_tokens)
-            if len(prompts.points) > MAX_POINTS:
-                least, gone = min(islice(prompts.points.items(), MAX_POINTS), key=lambda item: item[1].repeated_tokens)
-                del prompts.points[least]
+            point = known.points[before] = Branch(before.end_tokens)
+            if len(known.points) > MAX_POINTS:
+                least, gone = min(islice(known.points.items(), MAX_POINTS), key=lambda item: item[1].repeated_tokens)
+                del known.points[least]
                 gone.examples.clear()  # blocks behind it still refer to it
         point.prompts += 1
         point.examples.append(tokens[:MAX_EXAMPLE_BYTES])
     before.has_child = True
     places[own] = _Place(before.end_tokens + count, point)
-    prompts.contents[content] = None
-    prompts.contents.move_to_end(content)
+    known.contents[content] = None
+    known.contents.move_to_end(content)
 
 
-def _forget_oldest(prompts: _Prompts, most: int) -> None:
+def _forget_oldest(known: _KnownBlocks, most: int) -> None:
     for _ in range(FORGOTTEN_AT_ONCE):
-        if len(prompts.places) > most:
-            prompts.places.popitem(last=False)
-        if len(prompts.contents) > most:
-            prompts.contents.popitem(last=False)
+        if len(known.places) > most:
+            known.places.popitem(last=False)
+        if len(known.contents) > most:
+            known.contents.popitem(last=False)

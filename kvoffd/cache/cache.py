@@ -165,9 +165,6 @@ class Cache:
         else:
             lease.ask_again()
         lease.peer = peer
-        if self.life.unswept:
-            for index, keys in groups:
-                self.life.record_unswept(namespace.groups[index], keys)
         pinned_before = self.blocks.pinned_bytes
         asked = None if again else [AskedKeys(namespace, reported=reported) for _ in groups]
         found = list[FoundKeys]()
@@ -175,17 +172,19 @@ class Cache:
         try:
             for index, keys in groups:
                 group = namespace.groups[index]
+                if self.life.unswept:  # before the lookup, which returns the recorded reasons
+                    self.life.record_unswept(group, keys)
                 of_group = self.blocks.lookup(group, keys, lease=is_new)  # a new lease pins them by the same call of C
                 found.append(of_group)
                 if group.predecessors:
                     reasons = self.life.since_reset(group, keys, of_group.reasons)
                     found[-1] = of_group = of_group._replace(reasons=reasons)
                 self.blocks.prompt[of_group.ready] = self.blocks.last_prompt
-                self.order.asked(group, keys, of_group.states, of_group.ready, giver)
+                self.order.record_askers(group, keys, of_group.states, of_group.ready, giver)
             if self.life.tiers is not None:
                 found = self._find_below(self.life.tiers, lease, groups, found, asked)
         except BaseException:
-            if is_new:
+            if is_new:  # an active one keeps what it had; nothing more was leased for it
                 self.leases.discard(lease, found)
             raise
         found = self.leases.give(lease, found, pinned_before, is_new=is_new)
@@ -285,7 +284,7 @@ class Cache:
             if action is HintAction.RELEASE:
                 self.order.release(giver, group, ready)
             else:
-                self.order.asked(group, packed_keys, states, ready, giver)
+                self.order.record_askers(group, packed_keys, states, ready, giver)
                 self.order.retain(wish, group, ready, list(compress(different, (~is_ready).tolist())))
         return count
 

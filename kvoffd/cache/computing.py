@@ -42,7 +42,8 @@ class Computing:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._native, self._clock = native(), clock
         self._lacked = np.zeros(((1 << BITS) + NEAR - 1, 2), np.uint64)
-        self._fields = _Fields(self._lacked.ctypes.data, BITS, (ctypes.c_uint64 * 2).from_buffer_copy(os.urandom(16)))
+        seed = (ctypes.c_uint64 * 2).from_buffer_copy(os.urandom(16))
+        self._fields = _Fields(at_lacked=self._lacked.ctypes.data, bits=BITS, seed=seed)
         self._at = ctypes.addressof(self._fields)
 
     def asked(self, group: Group, keys: bytes, reasons: bytearray, prompt_hash: int) -> None:
@@ -52,10 +53,8 @@ class Computing:
         """
         at = (ctypes.c_uint8 * len(reasons)).from_buffer(reasons)
         which = group.number, keys, len(reasons), group.key_bytes
-        self._native.computing_asked(
-            *(self._at, *which, ctypes.addressof(at), prompt_hash, int(self._clock()), MOST_S),
-            *(_REPLACED, MissReason.COMPUTING),
-        )
+        when, changes = (int(self._clock()), MOST_S), (_REPLACED, MissReason.COMPUTING)
+        self._native.computing_asked(self._at, *which, ctypes.addressof(at), prompt_hash, *when, *changes)
 
     def offered(self, group: Group, keys: bytes) -> None:
         """Record that an engine offers keys for storing: what is not there afterwards is so for another reason."""

@@ -32,15 +32,25 @@ SIZES = (0.1, 0.15, 0.2, 0.3, 0.5, 0.7, 1.0, 1.5, 2.0, 3.0, 5.0, 7.0, 10.0)
 HALVED_EVERY_S = 86400.0
 """Interval after which older counts are halved."""
 _KINDS = 3
-_ROW = 2 * _KINDS + _KINDS * len(SIZES) + 1
-"""Length of ``struct counts`` of curve.c."""
+"""Kinds of pieces of a prompt that are sampled apart: its first one, the next ones, and the rest."""
+_COUNTS = np.dtype(
+    [
+        ("total", np.float64, (_KINDS,)),
+        ("sampled", np.float64, (_KINDS,)),
+        ("hits", np.float64, (_KINDS, len(SIZES))),
+        ("found", np.float64),
+    ]
+)
+"""``struct counts`` of curve.c."""
+_ROW = _COUNTS.itemsize // np.float64().itemsize
+"""Numbers in it."""
 _NAMES = [f"{size:g}" for size in SIZES]
 _Row = NDArray[np.float64]
 _NOTHING = np.zeros(_ROW)
 
 
 class _Counts(NamedTuple):
-    """``struct counts`` of a namespace."""
+    """Counts of a namespace, all numbers of ``_COUNTS`` as one row."""
 
     row: _Row
     address: int
@@ -111,12 +121,11 @@ class HitRatioCurve:
 
 
 def _curves(rows: Sequence[_Row]) -> list[HitCurve]:
-    counts = np.reshape(rows, (-1, _ROW))
-    total, sampled = counts[:, :_KINDS], counts[:, _KINDS : 2 * _KINDS]
-    hits = counts[:, 2 * _KINDS : -1].reshape(-1, _KINDS, len(SIZES)).cumsum(axis=2)
+    counts = np.reshape(rows, (-1, _ROW)).view(_COUNTS)[:, 0]
+    total, sampled, hits = counts["total"], counts["sampled"], counts["hits"].cumsum(axis=2)
     asked = total.sum(axis=1)
     # Scaled by the sampled tokens, not by the expected size of the sample: its deviation does no harm then.
     parts = hits / np.maximum(sampled, 1)[:, :, None] * total[:, :, None]
     ratios = np.minimum(1.0, parts.sum(axis=1) / np.maximum(asked, 1)[:, None])
-    columns = zip(asked.tolist(), counts[:, -1].tolist(), ratios.tolist(), strict=True)
+    columns = zip(asked.tolist(), counts["found"].tolist(), ratios.tolist(), strict=True)
     return [HitCurve(round(all_), int(found), dict(zip(_NAMES, row, strict=True))) for all_, found, row in columns]

@@ -84,12 +84,13 @@ class HintedOrder:
 
     # --- hints -----------------------------------------------------------------------------------
 
-    def asked(self, group: Group, keys: bytes, states: bytes, ready: BlockIds, giver: int) -> None:
-        """Record that a prompt asked for keys with these states, and for the READY ones' blocks; see ``Askers``. What
-        another giver released is in the policy's order again."""
+    def record_askers(self, group: Group, keys: bytes, states: bytes, ready: BlockIds, giver: int) -> None:
+        """Record that a prompt of this giver asked for keys with these states, and for the READY ones' blocks; see
+        ``Askers``. The policy hears of the prompt later, by ``requested``. What another giver released is in its order
+        again."""
         if self._released:
             others = ready[~self._askers.are_alone(ready, giver)]
-            self._return(group, others[self.retentions.have(self._released, others)])
+            self._return_to_policy(group, others[self.retentions.have(self._released, others)])
         self._askers.asked(group, keys, states, ready, giver)
 
     def share(self, blocks: BlockIds) -> None:
@@ -98,7 +99,7 @@ class HintedOrder:
         self._askers.share(blocks)
         if self._released:
             for group, members in self._blocks.by_group(blocks[self.retentions.have(self._released, blocks)]):
-                self._return(group, members)
+                self._return_to_policy(group, members)
 
     def retain(self, wish: Wish, group: Group, ready: BlockIds, absent: Sequence[bytes]) -> None:
         """Retain READY blocks, root first, and those of other keys if they are stored within AWAITED_S."""
@@ -112,16 +113,16 @@ class HintedOrder:
             return
         self._have_numbers(len(blocks))
         are_retained, counters = self.retentions.are_retained(blocks), group.namespace.counters
-        for both, members in self.retentions.joined(wish, blocks[are_retained]):
-            self._put(both, group, members)
+        for both, members in self.retentions.to_extend(wish, blocks[are_retained]):
+            self._retain_for(both, group, members)
         wanted = self.retentions.fitting(wish, group, blocks[~are_retained])
         counters.unretained_blocks += int((~are_retained).sum()) - len(wanted)
         counters.retained_blocks += len(wanted)
-        self._put(wish, group, wanted)
+        self._retain_for(wish, group, wanted)
 
-    def _put(self, wish: Wish, group: Group, blocks: BlockIds) -> None:
+    def _retain_for(self, wish: Wish, group: Group, blocks: BlockIds) -> None:
         """Retain READY blocks, root first, for this wish alone."""
-        self._return(group, blocks)
+        self._return_to_policy(group, blocks)
         self.retentions.put(wish, group, blocks)
         self._retained_may_be_next = True
 
@@ -131,8 +132,8 @@ class HintedOrder:
         own = np.array([one is None or one.wish.giver == giver != ANY for one in retentions], np.bool_)
         alone = self._askers.are_alone(blocks, giver)
         released, others = blocks[own & alone][::-1], blocks[own & ~alone]
-        self._return(group, others[self.retentions.are_retained(others)])
-        self._take_out(group, released)
+        self._return_to_policy(group, others[self.retentions.are_retained(others)])
+        self._take_from_policy(group, released)
         self._add_part(self._released, released)
         group.namespace.counters.released_blocks += len(released)
 
@@ -179,7 +180,7 @@ class HintedOrder:
                 known.pop(number, None)
         return taken
 
-    def _unmark(self, group: Group, blocks: BlockIds) -> npt.NDArray[np.bool_]:
+    def _remove_hints(self, group: Group, blocks: BlockIds) -> npt.NDArray[np.bool_]:
         """Remove the hints of blocks. Returns which of the blocks are not in the policy's order, and in no part now."""
         outside = np.zeros(len(blocks), np.bool_)
         for number, at in self.retentions.by_hint(blocks):
@@ -188,19 +189,19 @@ class HintedOrder:
         self.retentions.hint_of[blocks] = 0
         return outside
 
-    def _return(self, group: Group, blocks: BlockIds) -> None:
+    def _return_to_policy(self, group: Group, blocks: BlockIds) -> None:
         """Remove the hints of READY blocks, root first, all of which are in the policy's order then."""
-        self._insert(group, blocks[self._unmark(group, blocks)])
+        self._give_to_policy(group, blocks[self._remove_hints(group, blocks)])
 
-    def _insert(self, group: Group, blocks: BlockIds) -> None:
+    def _give_to_policy(self, group: Group, blocks: BlockIds) -> None:
         """Give blocks, root first, to the policy, which does not have them."""
         if blocks.size:
             tail_first = blocks[::-1]
             self._policy.insert(group, tail_first, self._blocks.keys(tail_first, group.key_bytes))
 
-    def _take_out(self, group: Group, blocks: BlockIds) -> None:
+    def _take_from_policy(self, group: Group, blocks: BlockIds) -> None:
         """Remove the hints of READY blocks, none of which is in the policy's order then, nor in a part."""
-        if (inner := blocks[~self._unmark(group, blocks)]).size:
+        if (inner := blocks[~self._remove_hints(group, blocks)]).size:
             self._policy.remove(group, inner, self._blocks.keys(inner, group.key_bytes))
 
     def _set_aside(self, blocks: BlockIds) -> None:
@@ -218,13 +219,13 @@ class HintedOrder:
         retained, others = pinned[are_retained], pinned[~are_retained]
         self._set_aside(retained[[not self._is_outside(block) for block in retained.tolist()]])
         for group, members in self._blocks.by_group(others):
-            self._take_out(group, members)
+            self._take_from_policy(group, members)
         self._add_part(self.passed, others)
 
     def unpinned(self, blocks: BlockIds) -> None:
         """Return blocks that are not pinned any more, root first, to the policy's order, if they were passed over."""
         for group, members in self._blocks.by_group(blocks[self.retentions.have(self.passed, blocks)]):
-            self._return(group, members)
+            self._return_to_policy(group, members)
 
     # --- steps of time ---------------------------------------------------------------------------
 
@@ -243,6 +244,7 @@ class HintedOrder:
             soon = self._policy.first(min(left, len(self._blocks.state) // SOON_DIVISOR))
             retained = self.retentions.are_retained(soon)
             self._set_aside(soon[retained])
+            # Those behind them were not looked at.
             self._retained_may_be_next = left < SET_ASIDE_AT_ONCE or bool(retained.any())
         return more or self._retained_may_be_next
 
@@ -266,10 +268,10 @@ class HintedOrder:
         are_retained = self.retentions.are_retained(found)
         group.namespace.counters.retained_found_keys += int(are_retained.sum())
         outside = np.zeros(len(found), np.bool_)
-        outside[~are_retained] = self._unmark(group, found[~are_retained])
+        outside[~are_retained] = self._remove_hints(group, found[~are_retained])
         for number, at in self.retentions.by_hint(found):
             outside[at] = self._take_from_part(number, found[at])
-        self._insert(group, found[outside])
+        self._give_to_policy(group, found[outside])
 
     def insert(self, group: Group, blocks: BlockIds, keys: bytes) -> None:
         self._policy.insert(group, blocks, keys)
@@ -285,7 +287,7 @@ class HintedOrder:
 
     def remove(self, group: Group, blocks: BlockIds, keys: bytes) -> None:
         self._retained_may_be_next = True
-        if self._has_hints and (outside := self._unmark(group, blocks)).any():
+        if self._has_hints and (outside := self._remove_hints(group, blocks)).any():
             keys = np.frombuffer(keys, group.namespace.key_type)[~outside].tobytes()
             blocks = blocks[~outside]
         self._policy.remove(group, blocks, keys)
@@ -306,11 +308,11 @@ class HintedOrder:
         for group, members in self._blocks.by_group(blocks):
             are_inside = np.array([not self._is_outside(block) for block in members.tolist()], np.bool_)
             others = ~self.retentions.are_retained(members)
-            self._unmark(group, members[others])
+            self._remove_hints(group, members[others])
             # The policy alone hears of it: who asked for the blocks is known, and must stay known.
             inside = members[are_inside][::-1]
             self._policy.remove(group, inside, self._blocks.keys(inside, group.key_bytes))
-            self._insert(group, members[are_inside | others])
+            self._give_to_policy(group, members[are_inside | others])
 
     def admit(self, group: Group, keys: bytes, starts: Sequence[int]) -> Admission:
         """As the policy's; keys of blocks that a hint retains are always admitted, with those before them in their
@@ -326,7 +328,7 @@ class HintedOrder:
             runs = [(len(list(run)), score) for score, run in groupby(scores)]
         if self._released or self._ended:
             lowest = -inf
-        elif self.retentions.live:  # may go for keys with an infinite score only
+        elif self.retentions.live:  # retained blocks go for keys with an infinite score, so this must be below that
             lowest = min(lowest, float_info.max)
         return Admission(runs, lowest)
 
@@ -360,7 +362,7 @@ class HintedOrder:
         return np.fromiter(islice(chained.from_iterable(parts), count), np.uint32)
 
     def candidates(self, below: float = inf) -> Iterator[BlockIds]:
-        """Yield all that ``first`` returns in batches. Any change of the order ends the iteration."""
+        """Yield all that ``first`` returns in batches. The order must not change until the last one."""
         self.retentions.end_lapsed()  # once, as it changes the order
         first = self._first if self._has_hints else self._policy.first
         given, most = NO_BLOCKS, BATCH

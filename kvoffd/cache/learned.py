@@ -138,7 +138,8 @@ class Learned(BufferedOrder):
         return Admission(runs, float(self.known.lowest))
 
     def _applies_to(self, group: Group) -> bool:
-        """Return whether the namespace's requested keys, at this size, fill the pool."""
+        """Return whether the namespace's requested keys, at this size, fill the pool. Before, only other namespaces'
+        returns are known, which say nothing of it."""
         return group.namespace.counters.keys_asked * group.block_bytes >= self._pool_bytes
 
     def rejected(self, group: Group, keys: bytes) -> None:

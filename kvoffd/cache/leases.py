@@ -25,11 +25,11 @@ CLAIM_S = 10.0
 class Leases:
     """Active leases, and those that have ended and whose blocks are still to be unpinned.
 
-    An active lease is in ``by_id`` and in ``lease.held``, the leases of its session in its namespace, which are in
-    ``by_session`` and ``by_namespace``. Its blocks are pinned once for each time that their key came when the lease got
-    them, and count in ``keys`` of ``held``; those that no lease had pinned count in ``nbytes`` of both. A session or
-    namespace may end with very many leases: ``held`` loses all of them at once, and each step of ``unpin_some`` does
-    the rest for some.
+    An active lease is in ``by_id`` and in ``lease.siblings``, the leases of its session in its namespace, which are in
+    ``by_session``. Its blocks are pinned once for each time that their key came when the lease got them, and count in
+    ``keys`` of its siblings; those that no lease had pinned count in ``nbytes`` of both. A session or namespace may end
+    with very many leases: ``siblings`` loses all of them at once, and each step of ``unpin_some`` does the rest for
+    some.
 
     Args:
         ttl_s: time after which a lease ends by itself.
@@ -43,7 +43,6 @@ class Leases:
     Attributes:
         by_id: active leases by id, in the order of their deadlines, and ended ones that ``unpin_some`` has not reached.
         by_session: the active ones of each session that has any, by namespace.
-        by_namespace: the same of each namespace, by session.
         withheld_bytes: bytes of blocks that will be promoted, and leases will pin, and of reads that were given up and
             have not ended; kept by the tiers.
         ended_at_once: leases that one step ends or unpins.
@@ -64,7 +63,6 @@ class Leases:
         self.withheld_bytes = 0
         self.ended_at_once = ENDED_AT_ONCE
         self.by_session: dict[int, dict[Namespace, SessionLeases]] = {}
-        self.by_namespace: dict[Namespace, dict[int, SessionLeases]] = {}
         self._claims: dict[int, float] = {}
         """Sessions whose last lookup was cut by the limit of leases, with the time until which they count as sessions
         with leases."""
@@ -86,16 +84,16 @@ class Leases:
     def of(self, session: int) -> LeaseTotals:
         """Return what the session has leased in all namespaces."""
         leases = keys = nbytes = 0
-        for held in self.by_session.get(session, {}).values():
-            leases += len(held.leases)
-            keys += held.keys
-            nbytes += held.nbytes
+        for siblings in self.by_session.get(session, {}).values():
+            leases += len(siblings.leases)
+            keys += siblings.keys
+            nbytes += siblings.nbytes
         return LeaseTotals(leases, keys, nbytes)
 
     @property
     def count(self) -> int:
         """Number of active leases."""
-        return sum(len(held.leases) for of_session in self.by_session.values() for held in of_session.values())
+        return sum(len(one.leases) for of_session in self.by_session.values() for one in of_session.values())
 
     def get(self, lease_id: int) -> Lease | None:
         """Return the active lease of this id, if there is one."""
@@ -120,21 +118,27 @@ class Leases:
         return lease
 
     def give(self, lease: Lease, found: list[FoundKeys], pinned_before: int, *, is_new: bool) -> list[FoundKeys]:
-        """Give a lease the READY blocks, which it has pinned already if it ``is_new``. Returns what was found, without
-        the blocks that it may not pin.
+        """Give a lease the READY blocks. Returns what was found, without the blocks that it may not pin.
 
-        ``pinned_before``: pinned bytes before the lookup.
+        All are pinned first, those of a new lease by the lookup: only then it is known what that takes. If it is too
+        much, they are unpinned again, and as many are pinned as ``_cut`` allows. ``pinned_before``: pinned bytes before
+        the lookup.
         """
         ready = _ready_of(found)
         if is_new and (ready.size or lease.coming):
-            self._enter(lease)
+            of_session = self.by_session.setdefault(lease.session, {})
+            lease.siblings = of_session.setdefault(lease.namespace, lease.siblings)  # its own, which is empty, if first
+            lease.siblings.leases[lease] = None
+            self.by_id.pop(lease.lease_id, None)  # one that has ended: the place of its key is by its deadline
+            self.by_id[lease.lease_id] = lease
         if not ready.size:
             return found
         if is_new:
             fresh, newly_leased_bytes = ready, sum([of_group.newly_leased_bytes for of_group in found])
         else:
             fresh, newly_leased_bytes = self._lease_fresh(lease, ready)
-        if self._is_within_limit(lease.session, len(fresh), newly_leased_bytes, pinned_before):
+        fits = self._is_within_limit(lease.session, len(fresh), newly_leased_bytes, pinned_before)
+        if fits and self._is_within_share(lease.session, newly_leased_bytes):
             self._claims.pop(lease.session, None)
         else:
             self._life.return_unpinned(self._blocks.end_lease(fresh))
@@ -152,15 +156,6 @@ class Leases:
         if self._life.tiers is not None:
             self._life.tiers.lease_ended(lease)
 
-    def _enter(self, lease: Lease) -> None:
-        namespaces = self.by_session.setdefault(lease.session, {})
-        if (held := namespaces.get(lease.namespace)) is None:
-            held = namespaces[lease.namespace] = SessionLeases()
-            self.by_namespace.setdefault(lease.namespace, {})[lease.session] = held
-        held.leases[lease], lease.held = None, held
-        self.by_id.pop(lease.lease_id, None)  # one that has ended: the place of its key is by its deadline
-        self.by_id[lease.lease_id] = lease
-
     def _unpin_for(self, session: int, nbytes: int) -> None:
         """Unpin blocks of ended leases, which must not keep a new one small, until a session may pin these bytes."""
         fits_share = self.of(session).nbytes + nbytes <= self._share_bytes(session)
@@ -174,17 +169,20 @@ class Leases:
         return fresh, self._blocks.lease(fresh)
 
     def _is_within_limit(self, session: int, keys: int, newly_leased_bytes: int, pinned_before: int) -> bool:
-        """Return whether a session may keep this many keys that a lookup has just leased."""
-        leased = self.of(session)
-        if leased.keys + keys > self._max_keys:
+        """Return whether a session may keep this many keys that were just leased for it, whatever its share."""
+        if self.of(session).keys + keys > self._max_keys:
             return False
         if not newly_leased_bytes:
             return True
-        pinned_bytes = self._blocks.pinned_bytes
-        # Other pins, as those of loads, may exceed the limit: then a lookup is within it if it has pinned nothing new.
-        if self._blocks.leased_bytes > self.most_bytes or pinned_bytes > max(self.most_bytes, pinned_before):
-            return False
-        return pinned_bytes <= self.most_bytes // 2 or leased.nbytes + newly_leased_bytes <= self._share_bytes(session)
+        leased_bytes, pinned_bytes = self._blocks.leased_bytes, self._blocks.pinned_bytes
+        # Other pins, as those of loads, may exceed the limit: then this is within it if it has pinned nothing new.
+        return leased_bytes <= self.most_bytes and pinned_bytes <= max(self.most_bytes, pinned_before)
+
+    def _is_within_share(self, session: int, newly_leased_bytes: int) -> bool:
+        """Return whether a session may keep these bytes that were just leased for it, as far as others need a part."""
+        if not newly_leased_bytes or self._blocks.pinned_bytes <= self.most_bytes // 2:
+            return True
+        return self.of(session).nbytes + newly_leased_bytes <= self._share_bytes(session)
 
     def _share_bytes(self, session: int) -> int:
         """Return the equal part of a session among those that have pinned something, or claim it, and itself."""
@@ -225,14 +223,12 @@ class Leases:
         """Pin READY blocks that were promoted for a lease, unless it has ended or leases may not pin more."""
         if not lease.active:
             return
-        pinned_before, keys = self._blocks.pinned_bytes, self.of(lease.session).keys
+        pinned_before = self._blocks.pinned_bytes
         newly_leased_bytes = self._blocks.lease(blocks)
-        exceeds = self._blocks.leased_bytes > self.most_bytes and newly_leased_bytes > 0
-        exceeds |= self._blocks.pinned_bytes > max(self.most_bytes, pinned_before)
-        if exceeds or keys + len(blocks) > self._max_keys:
-            self._life.return_unpinned(self._blocks.end_lease(blocks))
-        else:
+        if self._is_within_limit(lease.session, len(blocks), newly_leased_bytes, pinned_before):
             _add(lease, blocks, newly_leased_bytes)
+        else:
+            self._life.return_unpinned(self._blocks.end_lease(blocks))
 
     # --- ends -----------------------------------------------------------------------------------
 
@@ -244,13 +240,17 @@ class Leases:
     def end_session(self, session: int) -> int:
         """End all leases of a closed session. Returns how many."""
         self._claims.pop(session, None)
-        namespaces = [*self.by_session.get(session, ())]
-        return self._unpin([self._remove(session, namespace).end() for namespace in namespaces])
+        namespaces = self.by_session.pop(session, {})
+        return self._unpin([siblings.end() for siblings in namespaces.values()])
 
     def end_namespaces(self, namespaces: Iterable[Namespace]) -> None:
         """End all leases on blocks of namespaces."""
-        held = [(session, one) for one in namespaces for session in self.by_namespace.get(one, ())]
-        self._unpin([self._remove(*of_session).end() for of_session in held])
+        which, ended = set(namespaces), list[dict[Lease, None]]()
+        for session, of_session in list(self.by_session.items()):
+            ended += [of_session.pop(one).end() for one in which.intersection(of_session)]
+            if not of_session:
+                del self.by_session[session]
+        self._unpin(ended)
 
     def end_overdue(self) -> int:
         """End leases whose time is over, at most ``ended_at_once``. Returns how many."""
@@ -261,24 +261,16 @@ class Leases:
     def end_all(self, leases: Sequence[Lease]) -> int:
         """End active leases. Returns how many. If there are many, ``unpin_some`` unpins their blocks later."""
         for lease in leases:
-            held = lease.held
-            del held.leases[lease]
-            held.keys -= len(lease.blocks)
-            held.nbytes -= lease.nbytes
-            if not held.leases:
-                self._remove(lease.session, lease.namespace)
+            siblings = lease.siblings
+            del siblings.leases[lease]
+            siblings.keys -= len(lease.blocks)
+            siblings.nbytes -= lease.nbytes
+            if not siblings.leases:
+                of_session = self.by_session[lease.session]
+                del of_session[lease.namespace]
+                if not of_session:
+                    del self.by_session[lease.session]
         return self._unpin([dict.fromkeys(leases)])
-
-    def _remove(self, session: int, namespace: Namespace) -> SessionLeases:
-        """Take a session's leases in a namespace out of both tables. Returns them."""
-        of_session, of_namespace = self.by_session[session], self.by_namespace[namespace]
-        del of_session[namespace]
-        if not of_session:
-            del self.by_session[session]
-        held = of_namespace.pop(session)
-        if not of_namespace:
-            del self.by_namespace[namespace]
-        return held
 
     def _unpin(self, ended: Iterable[dict[Lease, None]]) -> int:
         """Unpin the blocks of leases that have ended, later if they are many: then none of them is looked at now, which
@@ -287,7 +279,7 @@ class Leases:
         self._to_unpin += together
         count = sum(map(len, together))
         self._count_to_unpin += count
-        if self._count_to_unpin <= self.ended_at_once:
+        if 0 < self._count_to_unpin <= self.ended_at_once:
             self.unpin_some()
         return count
 
@@ -321,8 +313,8 @@ class Leases:
 def _add(lease: Lease, fresh: BlockIds, newly_leased_bytes: int) -> None:
     lease.blocks = np.concatenate([lease.blocks, fresh]) if lease.blocks.size else fresh
     lease.nbytes += newly_leased_bytes
-    lease.held.nbytes += newly_leased_bytes
-    lease.held.keys += len(fresh)
+    lease.siblings.nbytes += newly_leased_bytes
+    lease.siblings.keys += len(fresh)
 
 
 def _ready_of(found: Sequence[FoundKeys]) -> BlockIds:

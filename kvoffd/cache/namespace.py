@@ -280,14 +280,23 @@ class Namespace:
             for one in self.shards
         ]
         record = NamespaceRecord(
-            *(self.number, self.fingerprint, self.label, self.world_size, self.key_bytes, self.specs),
-            *(self.description, tuple(self.shard_bytes), tuple(shards), self.generation),
+            number=self.number,
+            fingerprint=self.fingerprint,
+            label=self.label,
+            world_size=self.world_size,
+            key_bytes=self.key_bytes,
+            groups=self.specs,
+            description=self.description,
+            shard_bytes=tuple(self.shard_bytes),
+            shards=tuple(shards),
+            generation=self.generation,
         )
         self._encoded_record = fields, msgpack.encode(record)
         return self._encoded_record[1]
 
-    def describe_shards(self, rank: int, shards: Shards | None) -> bool:
-        """Set the layers of a rank's shards unless they are known. Returns whether it did. No copy depends on them."""
+    def set_shards(self, rank: int, shards: Shards | None) -> bool:
+        """Set the layers of a rank's shards unless they are known. Returns whether it did. They are for operators: no
+        copy depends on them."""
         if shards is None or self.shards[rank] is not None:
             return False
         self.shards[rank] = shards

@@ -66,7 +66,7 @@ class OpenNamespaces(dict[bytes, Namespace]):
         is_new = self._set_shard_bytes(namespace, rank, shard_bytes)
         namespace.nodes[rank] = node
         self._set_sizes(namespace)
-        if namespace.describe_shards(rank, shards) or is_new:
+        if namespace.set_shards(rank, shards) or is_new:
             self.save()
 
     def renumber(self, namespace: Namespace) -> int:
@@ -107,7 +107,7 @@ class OpenNamespaces(dict[bytes, Namespace]):
         for rank, shards in enumerate(record.shards or ()):
             if shards is not None and rank < record.world_size:
                 sizes = [(count, tuple(layer[0] for layer in layers if layer)) for count, layers in shards]
-                namespace.describe_shards(rank, tuple(cast(Shards, sizes)))
+                namespace.set_shards(rank, tuple(cast(Shards, sizes)))
         namespace.generation = record.generation
         self[namespace.fingerprint] = namespace
         self._make_groups(namespace, record.number)

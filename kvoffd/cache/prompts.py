@@ -33,6 +33,8 @@ class _Unreported(NamedTuple):
     """See ``AskedKeys``."""
     reported: bool
     """See ``AskedKeys``."""
+    ready_losses: int
+    """``BlockLife.ready_losses`` at the lookup."""
 
 
 class Prompts:
@@ -40,6 +42,7 @@ class Prompts:
 
     Attributes:
         watchers: called by ``report`` with the chains of each lookup, after the policy.
+        unreported: lookups that wait for ``report``, the oldest first.
         uncounted: prompts that wait for their engines' reports.
         curve: learns what prompts asked for, and which keys engines offer for storing; None if nothing does.
     """
@@ -48,8 +51,7 @@ class Prompts:
         self._life = life
         self.watchers: list[Callable[[Sequence[Chain]], None]] = []
         self.curve: HitRatioCurve | None = None
-        self._unreported: deque[_Unreported] = deque()
-        """The oldest first."""
+        self.unreported: deque[_Unreported] = deque()
         self.uncounted = UncountedPrompts()
         self._uncounted_loads = UncountedLoads()
         self._computing = Computing(clock)
@@ -83,21 +85,21 @@ class Prompts:
             for prompt in self.uncounted.add(lease.session, lease.lease_id, asked):
                 self._settle(prompt, None)
         if chains:
-            self._unreported.append(_Unreported(namespace, chains, asked, prompt_hash, reported))
-            if len(self._unreported) > MAX_UNREPORTED:
+            losses = self._life.ready_losses
+            self.unreported.append(_Unreported(namespace, chains, asked, prompt_hash, reported, losses))
+            if len(self.unreported) > MAX_UNREPORTED:
                 self._report_oldest()
 
     def report(self) -> None:
         """Report lookups to the tiers and, except a bench's, to the policy, the curve and the watchers. Call it after
-        the replies are sent."""
-        while self._unreported:
+        the replies are sent, and before what evicts or stores blocks."""
+        while self.unreported:
             self._report_oldest()
-        self._life.lost_ready = False
 
     def _report_oldest(self) -> None:
-        namespace, chains, asked, prompt_hash, reported = self._unreported.popleft()
+        namespace, chains, asked, prompt_hash, reported, ready_losses = self.unreported.popleft()
         chains = [chain for chain in chains if not chain.group.retired]
-        if self._life.lost_ready:
+        if self._life.ready_losses != ready_losses:
             states = self._life.blocks.state
             chains = [chain._replace(ready=chain.ready[states[chain.ready] == READY]) for chain in chains]
         ready = [chain.ready for chain in chains if chain.ready.size]

@@ -80,11 +80,21 @@ def recover(
     heads, discarded, bad, used = (np.empty(count, np.uint32) for _ in range(4))
     sequences = np.empty(count, np.uint64)
     recovery = _Recovery(
-        *(geometry.pool_bytes, geometry.region_bytes, slots.slots_per_region, slots.regions, len(packed)),
-        *(table.region_sizes.ctypes.data, ctypes.addressof(native_groups), blocks.address),
-        *(heads.ctypes.data, sequences.ctypes.data, discarded.ctypes.data, bad.ctypes.data, used.ctypes.data),
+        pool_bytes=geometry.pool_bytes,
+        region_bytes=geometry.region_bytes,
+        slots_per_region=slots.slots_per_region,
+        regions=slots.regions,
+        group_count=len(packed),
+        at_slot_bytes=table.region_sizes.ctypes.data,
+        at_groups=ctypes.addressof(native_groups),
+        at_blocks=blocks.address,
+        at_heads=heads.ctypes.data,
+        at_sequences=sequences.ctypes.data,
+        at_discarded=discarded.ctypes.data,
+        at_bad=bad.ctypes.data,
+        at_used=used.ctypes.data,
+        next_number=next_number,
     )
-    recovery.next_number = next_number
     reference = ctypes.byref(recovery)
     _judge_records(fd, table, reference)
     native().recover_blocks(reference)

@@ -197,9 +197,9 @@ class Retentions:
         """Return whether a wish's time is over."""
         return wish.deadline <= self._clock()
 
-    def joined(self, wish: Wish, retained: BlockIds) -> Iterator[tuple[Wish, BlockIds]]:
-        """Yield those of some retained blocks for which a wish is more than they are retained for, and the wish to do
-        both. They are to be put under it."""
+    def to_extend(self, wish: Wish, retained: BlockIds) -> Iterator[tuple[Wish, BlockIds]]:
+        """Yield the wish to do both, and which of some retained blocks to put under it: those for which a wish is more
+        than they are retained for."""
         wishes: dict[Wish, Wish] = {}
         for number, at in self.by_hint(retained):
             old = self.live[number].wish

@@ -45,7 +45,7 @@ class Space:
             count = self._within_quota(group, count, below, older_than)
         found: list[npt.NDArray[np.uint32]] = []
         try:
-            while made < count:
+            while made < count:  # each round makes blocks, or frees slots for the next one, or ends it
                 left, wanted, slots = keys[made * size :] if made else keys, count - made, _NO_SLOTS
                 if self._slots.free_bytes >= group.block_bytes:
                     slots = self._life.make(group, left, wanted)

@@ -26,7 +26,7 @@ WITHOUT_SPACE = MissReason.NO_SPACE, MissReason.QUOTA
 """Reasons why a store's keys got no blocks."""
 _ABSENT = bytes([StoreVerdict.ABSENT])
 _FROM_ROOT = (ChainStart(0, NO_BLOCK),)
-"""The chain of a store that begins its prompt, and of which nothing was there."""
+"""The chain of a store that begins its prompt with a block that it makes: there is none before it."""
 PromptNumbers: TypeAlias = npt.NDArray[np.uint64]
 """[keys] number of each key's prompt; see ``BlockTable.prompt``. 0: nothing of it is to be stored."""
 
@@ -57,8 +57,8 @@ class BlockStores:
     """Begins and ends stores and fills. End each ticket exactly once, after the last byte of its copy has moved.
 
     A store asks, in this order: of which prompts its keys are (``_prompts_of``), so that none evicts its own beginning;
-    which keys lack this rank's shard (``BlockTable.judge``); which of the absent ones the policy wants
-    (``HintedOrder.admit``); for which of these there is space (``Space.take``).
+    which keys lack this rank's shard (``_compare``, for all groups before the first block goes); which of the absent
+    ones the policy wants (``_runs_of``); for which of these there is space (``_make_blocks``).
     """
 
     def __init__(self, life: BlockLife, space: Space, policy: Policy) -> None:
@@ -84,7 +84,7 @@ class BlockStores:
                     offers.append(offer)
                 for offer in offers:
                     begun.append(offer.ticket)
-                    self._admit(rank, offer, sole)
+                    self._allocate(rank, offer, sole)
             finally:
                 for offer in offers:
                     if offer.existing.size:
@@ -106,17 +106,17 @@ class BlockStores:
             return _Offer(ticket, range(len(verdicts)), prompts, NO_BLOCKS)
         narrow = blocks[np.frombuffer(verdicts, np.uint8) == StoreVerdict.NARROW]
         self._drop_narrow(group, narrow)
-        if self._life.drop_abandoned(blocks, sole) or narrow.size:
+        if self._life.drop_abandoned(blocks, sole) or narrow.size:  # the dropped ones are absent now
             verdicts, blocks = self._blocks.judge(*offered)
         of_key = np.frombuffer(verdicts, np.uint8)
         absent, joined, duplicates = (
             np.flatnonzero(of_key == verdict).tolist()
             for verdict in (StoreVerdict.ABSENT, StoreVerdict.JOIN, StoreVerdict.DUPLICATE)
         )
-        if refused := {*self._life.unjoinable(blocks[joined], sole)}:
-            joined = [index for index in joined if int(blocks[index]) not in refused]
+        if others := {*self._life.unjoinable(blocks[joined], sole)}:  # their keys count as present, repeats included
+            joined = [index for index in joined if int(blocks[index]) not in others]
             split = np.frombuffer(part.keys, group.namespace.key_type).tolist()
-            wanted = {split[index] for index in (*absent, *joined)}  # a repeat of a refused key is refused too
+            wanted = {split[index] for index in (*absent, *joined)}
             duplicates = [index for index in duplicates if split[index] in wanted]
         existing = blocks[are_present := blocks != NO_BLOCK]
         np.maximum.at(self._blocks.prompt, existing, prompts[are_present])  # a block may be there twice
@@ -137,25 +137,25 @@ class BlockStores:
         """Return the number of each key's prompt, by part.
 
         A prompt continues with the number of the block before one of its chains, in any group. It gets a new one if no
-        such block is known, and 0, so that nothing of it is stored, if that block got no space.
+        such block is known, and 0, so that nothing of it is stored, if that block got no space. Chains of one label in
+        ``StorePart.prompts`` are one prompt's.
         """
         size, labels_of_chains = namespace.key_bytes, list[list[int]]()
         continued: dict[int, int] = {}
         """Numbers of prompts that continue, by the labels that they have in ``StorePart.prompts``."""
         for part in parts:
-            starts = part.starts or (0,)
-            labels = list(part.prompts or range(len(starts)))
+            labels = list(part.prompts or range(len(part.starts)))
             before = self._prompts_before(namespace.groups[part.group], part.before) if part.before else {}
-            for at, start in enumerate(starts):
+            for at, start in enumerate(part.starts):
                 if at and part.before.get(start) == part.keys[(start - 1) * size : start * size]:
                     labels[at] = labels[at - 1]  # it continues the chain that ends there
-                elif start in before:
+                elif start in before:  # 0 if any of its groups got no space
                     continued[labels[at]] = min(before[start], continued.get(labels[at], ANY_PROMPT))
             labels_of_chains.append(labels)
         new, found = self._blocks.last_prompt + 1, list[PromptNumbers]()
         self._blocks.last_prompt = new  # the number of all that begin here
         for part, labels in zip(parts, labels_of_chains, strict=True):
-            chain_lengths = np.diff([*(part.starts or (0,)), len(part.keys) // size])
+            chain_lengths = np.diff([*part.starts, len(part.keys) // size])
             numbers = np.array([continued.get(label, new) for label in labels], np.uint64)
             found.append(np.repeat(numbers, chain_lengths))
         return found
@@ -175,7 +175,7 @@ class BlockStores:
 
     # --- which keys ------------------------------------------------------------------------------
 
-    def _admit(self, rank: int, offer: _Offer, sole: int) -> None:
+    def _allocate(self, rank: int, offer: _Offer, sole: int) -> None:
         """Make blocks for the absent keys that get some, and begin the writes of all that is to be copied."""
         ticket, joined = offer.ticket, len(offer.ticket.copy)
         try:
@@ -200,7 +200,7 @@ class BlockStores:
         may evict no more, and gets nothing.
         """
         ticket, absent, prompts = offer.ticket, offer.absent, offer.prompts
-        if not prompts.all():  # keys behind one without a block would never be found
+        if not prompts.all():  # nothing of the prompts with 0: keys behind one without a block are never found
             ticket.no_space += [index for index, prompt in zip(absent, prompts.tolist(), strict=True) if not prompt]
             absent, prompts = np.array(absent)[prompts != 0].tolist(), prompts[prompts != 0]
         if not absent:
@@ -232,15 +232,17 @@ class BlockStores:
                     runs += _by_prompt(_Run(begin, end, score), prompts)
                     continue
                 limit_score, limit_prompt = below, oldest
-            # What only its score kept out is rejected: others could be evicted for it, which a later run may take.
-            is_limited = limit_score < inf
-            if is_limited and may_evict:  # once there are none, there are none for the rest
+            # It got too little. If blocks with a higher score may go, which a later run may take, its score has kept it
+            # out: it is rejected. Else there is no space.
+            by_score = limit_score < inf
+            if by_score and may_evict:  # once there are none, there are none for the rest
                 may_evict = self._space.victims.are_evictable(newest)
-            (ticket.rejected if is_limited and may_evict else ticket.no_space).extend(absent[begin:end])
+            (ticket.rejected if by_score and may_evict else ticket.no_space).extend(absent[begin:end])
 
     def _runs_of(self, group: Group, part: StorePart, keys: bytes, absent: Sequence[int]) -> tuple[list[_Run], float]:
-        """Return the absent keys as runs, the last one first, and the score up to which none gets space."""
-        if part.starts is None or not group.sizes or group.namespace.of_bench:
+        """Return the absent keys as runs, the last one first, and the score up to which none gets space: in a full
+        pool, the lowest of its blocks. The policy judges no blocks of a bench, and none that will get no slots."""
+        if not group.sizes or group.namespace.of_bench:
             return [_Run(0, len(absent), inf)], -inf
         starts = list(part.starts)
         if len(starts) > 1:  # indices of all keys become those of the absent ones
@@ -286,25 +288,24 @@ class BlockStores:
         every, of_tickets = 0, tokens or [NO_TOKENS] * len(tickets)
         for ticket, sums, of_keys in zip(tickets, checksums, of_tickets, strict=True):
             part, written = ticket.part, (ticket.group, ticket.blocks, ticket.slots)
-            is_whole = not part.before and ticket.copy[:1] == [0] and len(part.starts or (0,)) == 1
-            chains = _FROM_ROOT if is_whole else self._chains_of(ticket)
+            begins_prompt = not part.before and ticket.copy[:1] == [0] and len(part.starts) == 1
+            chains = _FROM_ROOT if begins_prompt else self._chains_of(ticket)
             ready = self._life.publish(*written, ticket.first_blocks, sums, of_keys, chains)
             if not ready.size:
                 continue
             every += len(ready)
             if self._life.tiers is not None:
                 self._life.tiers.stored(ready)
-            if not is_whole:
+            if not begins_prompt:
                 self._order_behind(ticket, chains)
         return every
 
     def _chains_of(self, ticket: StoreTicket) -> list[ChainStart]:
         """Return where the chains of a store begin among its blocks, if they have any there."""
         part, copy, size = ticket.part, ticket.copy, ticket.group.key_bytes
-        starts = part.starts or (0,)
-        begins = [bisect_left(copy, start) for start in starts]
+        begins = [*(bisect_left(copy, start) for start in part.starts), len(copy)]
         keys_before: dict[int, bytes] = {}
-        for start, begin, end in zip(starts, begins, [*begins[1:], len(copy)], strict=True):
+        for start, (begin, end) in zip(part.starts, pairwise(begins), strict=True):
             if begin < end:
                 first = copy[begin]  # what is before it in this store was there
                 inside = part.keys[(first - 1) * size : first * size] if first > start else b""

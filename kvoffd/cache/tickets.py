@@ -37,7 +37,7 @@ class Lease:
     """Name of the only peer that is asked, as of the last lookup; empty for all."""
     counts_at_end: bool = False
     """Whether its blocks count as covered (loaded or not needed) at its end, as no report will come."""
-    held: SessionLeases = field(default_factory=lambda: SessionLeases())
+    siblings: SessionLeases = field(default_factory=lambda: SessionLeases())
     """The active leases of its session in its namespace, of which it is one until its end."""
     ranks_done: set[int] = field(default_factory=set, init=False)
     """Ranks whose last load under it has ended: it ends once all have."""
@@ -54,7 +54,7 @@ class Lease:
     @property
     def active(self) -> bool:
         """Whether it is in use: not ended, its namespace not reset. A prefetch never is."""
-        return self in self.held.leases
+        return self in self.siblings.leases
 
     def count_load(self, load: LoadTicket) -> None:
         """Count a rank's load that succeeded, once all ranks have loaded the same.
@@ -104,8 +104,8 @@ class StorePart(NamedTuple):
     keys: bytes
     first_blocks: Mapping[int, int] = MappingProxyType({})
     """First engine block that is written, by key index, if it is not the key's first."""
-    starts: Sequence[int] | None = (0,)
-    """Indices of the keys at which chains begin, the first at 0; None: one chain, which the policy does not judge."""
+    starts: Sequence[int] = (0,)
+    """Indices of the keys at which chains begin, the first at 0; empty if there are no keys."""
     before: Mapping[int, bytes] = MappingProxyType({})
     """Key before a chain's first in its prompt, by the first one's index; none if it begins the prompt, or if that is
     unknown."""

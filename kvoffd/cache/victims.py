@@ -81,14 +81,16 @@ class Victims:
     def choose(self, group: Group, count: int, below: float, older_than: int) -> Choice:
         """Choose blocks with a score below ``below`` to evict for ``count`` new blocks of a group: the next in order,
         or as many as there are, if all are of the group and may go; else by ``for_space``."""
-        first, tiers = self._order.first(count, below), self._life.tiers
-        spared = self._blocks.prompt[first] >= older_than
-        may_go = not spared.any() or bool(self._safe_to_evict(first[spared]).all())
-        if may_go and tiers is not None and (waiting := tiers.waiting(first)) is not None and waiting.any():
-            passed = self._next_passing_waiting(tiers, count, below, older_than)
-            may_go, first = len(passed) >= len(first), passed  # if they are fewer, some are in use
-        if may_go and (not first.size or self._blocks.common_group(first, unpinned=True) == group.number):
-            return Choice(first, same_group=True)
+        chosen, tiers = self._order.first(count, below), self._life.tiers
+        if not chosen.size:
+            return Choice(NO_BLOCKS, same_group=True)
+        spared = self._blocks.prompt[chosen] >= older_than
+        all_may_go = not spared.any() or bool(self._safe_to_evict(chosen[spared]).all())
+        if all_may_go and tiers is not None and (waiting := tiers.waiting(chosen)) is not None and waiting.any():
+            next_in_order, chosen = chosen, self._next_passing_waiting(tiers, count, below, older_than)
+            all_may_go = len(chosen) >= len(next_in_order)  # else some of those are pinned, which it leaves out
+        if all_may_go and self._blocks.common_group(chosen, unpinned=True) == group.number:
+            return Choice(chosen, same_group=True)
         return Choice(self.for_space(group, count, below, older_than), same_group=False)
 
     def _next_passing_waiting(self, tiers: TierHooks, count: int, below: float, older_than: int) -> BlockIds:
@@ -151,7 +153,7 @@ class Victims:
         if passed >= MAX_PASSED and self._bytes_of(victims) < nbytes:
             looked_at = nbytes + groups[0].namespace.retained_bytes  # all that a hint retains may come first
             oldest = np.concatenate(
-                [blocks.oldest(one, min(most, -(-looked_at // one.block_bytes)), unpinned=True) for one in groups]
+                [blocks.oldest_unpinned(one, min(most, -(-looked_at // one.block_bytes))) for one in groups]
             )
             oldest = oldest[self._may_go(oldest, older_than)]
             retained = self._order.retentions.are_retained(oldest)

@@ -99,10 +99,6 @@ class GroupPart:
     """Token ids of the keys' blocks, end to end; empty if no store sent them."""
     first_blocks: Mapping[int, int]
     """First stored engine block by number of the key, if it is not 0."""
-    starts: Sequence[int] | None
-    """First key of each store; None for loads."""
-    before: Mapping[int, bytes]
-    """Key before the first of a store in its prompt, if known, by the number of that first key."""
 
     def tokens_by_key(self) -> Mapping[bytes, BlockTokens]:
         """Return the parent and the token ids of each key, if the stores sent both."""
@@ -144,11 +140,11 @@ def checked_parts(registration: Registration, batch: Stores | Loads, *, storing:
         if block_ids.size and int(block_ids.view(np.uint32).max()) >= limit:
             wrong = block_ids[(block_ids < 0) | (block_ids >= limit)][0]
             raise BadBlockIds(f"Block id {wrong} is outside the registered tensors; use ids from 0 to {limit - 1}.")
-        if _repeats(keys) and any(map(_repeats, (keys[one.key : one.keys_end] for one in spans))):
+        if len(set(keys)) < len(keys) and _one_repeats(keys, [(one.key, one.keys_end) for one in spans]):
             raise BadKeys(f"A key of group {group} occurs twice in one job; send each key once.")
         if not storing:
             ids = block_ids.tolist()
-            if _repeats(ids) and any(map(_repeats, (ids[one.block : one.blocks_end] for one in spans))):
+            if len(set(ids)) < len(ids) and _one_repeats(ids, [(one.block, one.blocks_end) for one in spans]):
                 raise BadBlockIds(f"Group {group} loads into an engine block twice; name each block once.")
         if part.parents and len(part.parents) != len(part.keys):
             raise BadKeys(f"{len(part.parents)} bytes of parents for {len(part.keys)} bytes of keys; send all or none.")
@@ -167,8 +163,6 @@ def checked_parts(registration: Registration, batch: Stores | Loads, *, storing:
                 parents=part.parents,
                 token_ids=part.tokens,
                 first_blocks={span.key: span.first_block for span in spans if span.first_block},
-                starts=[span.key for span in spans] if storing else None,
-                before={span.key: span.before for span in spans if span.before and storing},
             )
         )
     if len(not_empty) < jobs:
@@ -176,8 +170,9 @@ def checked_parts(registration: Registration, batch: Stores | Loads, *, storing:
     return parts
 
 
-def _repeats(items: Sequence[object]) -> bool:
-    return len(set(items)) < len(items)
+def _one_repeats(items: Sequence[object], jobs: Iterable[tuple[int, int]]) -> bool:
+    """Return whether an item occurs twice in one of the jobs' ranges of items."""
+    return any(len(set(items[begin:end])) < end - begin for begin, end in jobs)
 
 
 # --- jobs -----------------------------------------------------------------------------------------
@@ -245,8 +240,8 @@ class StoreBatch(JobCopy):
                 group=one.group,
                 keys=one.packed_keys,
                 first_blocks=one.first_blocks,
-                starts=one.starts,
-                before=one.before,
+                starts=[span.key for span in one.spans],
+                before={span.key: span.before for span in one.spans if span.before},
                 prompts=[span.job for span in one.spans],
             )
             for one in self.parts
@@ -469,41 +464,14 @@ class Jobs:
     @answers(Submit)
     def submit(self, session: Session, message: Submit) -> None:
         """Accept stores and loads, all or none. Their results are published instead of a reply."""
-        cache, pool, limits, accepted_at = self._cache, self._pool, self._config.limits, self._host.now()
-        stores, loads, log = message.stores, message.loads, session.completions
-        log.acknowledge(message.acknowledged)
+        cache, pool, accepted_at = self._cache, self._pool, self._host.now()
+        stores, loads = message.stores, message.loads
+        session.completions.acknowledge(message.acknowledged)
         registration = session.registrations[message.registration_id]
         namespace = registration.namespace
         load_parts = checked_parts(registration, loads, storing=False)
         store_parts = checked_parts(registration, stores, storing=True)
-        ids = [*stores.job_ids, *loads.job_ids]
-        if len(set(ids)) < len(ids) or not self.of(session).keys().isdisjoint(ids):
-            raise KvoffdError.of(ErrorCode.DUPLICATE_JOB)
-        if not len(loads.job_ids) == len(loads.lease_ids) == len(loads.keep_lease):
-            raise BadKeys(
-                f"The message has {len(loads.job_ids)} loads, {len(loads.lease_ids)} lease_ids and "
-                f"{len(loads.keep_lease)} values of keep_lease; send one of each for each load."
-            )
-        parts = (*load_parts, *store_parts)
-        keys = sum([len(part.keys) for part in parts])
-        pieces = sum([part.block_ids.size * len(part.layout.layers) for part in parts])
-        # Only a client that copies its blocks several times at once exceeds twice this.
-        memory_pieces = sum([layout.block_limit * len(layout.layers) for layout in registration.layouts])
-        for count, most, what in (
-            (len(ids), limits.max_jobs_per_message, "jobs in one message"),
-            (keys, limits.max_keys_per_submit, "keys in one message"),
-            (session.in_flight + len(ids), limits.max_jobs_in_flight, "jobs in flight with these"),
-            (
-                session.pieces + pieces,
-                max(limits.max_pieces_in_flight, 2 * memory_pieces),
-                "pieces in flight with these",
-            ),
-        ):
-            if count > most:
-                why = f"{count} {what}; the limit is {most}. Send several messages, or wait for results."
-                raise KvoffdError(why, ErrorCode.TOO_MANY)
-        if log.nbytes >= MAX_UNACKNOWLEDGED_BYTES:
-            raise KvoffdError("The session does not acknowledge its results; do so in each Submit.", ErrorCode.TOO_MANY)
+        self._check_jobs(session, registration, message, (*load_parts, *store_parts))
         parts_of_load: list[list[tuple[GroupPart, JobSpan]]] = [[] for _ in loads.job_ids]
         for part in load_parts:
             for span in part.spans:
@@ -535,6 +503,39 @@ class Jobs:
             raise
         for copy in begun:
             self.start(copy)
+
+    def _check_jobs(
+        self, session: Session, registration: Registration, message: Submit, parts: Sequence[GroupPart]
+    ) -> None:
+        """Check the jobs of a message besides its parts, and how much they are. Raises KvoffdError."""
+        stores, loads, limits = message.stores, message.loads, self._config.limits
+        ids = [*stores.job_ids, *loads.job_ids]
+        if len(set(ids)) < len(ids) or not self.of(session).keys().isdisjoint(ids):
+            raise KvoffdError.of(ErrorCode.DUPLICATE_JOB)
+        if not len(loads.job_ids) == len(loads.lease_ids) == len(loads.keep_lease):
+            raise BadKeys(
+                f"The message has {len(loads.job_ids)} loads, {len(loads.lease_ids)} lease_ids and "
+                f"{len(loads.keep_lease)} values of keep_lease; send one of each for each load."
+            )
+        keys = sum([len(part.keys) for part in parts])
+        pieces = sum([part.block_ids.size * len(part.layout.layers) for part in parts])
+        # Only a client that copies its blocks several times at once exceeds twice this.
+        memory_pieces = sum([layout.block_limit * len(layout.layers) for layout in registration.layouts])
+        for count, most, what in (
+            (len(ids), limits.max_jobs_per_message, "jobs in one message"),
+            (keys, limits.max_keys_per_submit, "keys in one message"),
+            (session.in_flight + len(ids), limits.max_jobs_in_flight, "jobs in flight with these"),
+            (
+                session.pieces + pieces,
+                max(limits.max_pieces_in_flight, 2 * memory_pieces),
+                "pieces in flight with these",
+            ),
+        ):
+            if count > most:
+                why = f"{count} {what}; the limit is {most}. Send several messages, or wait for results."
+                raise KvoffdError(why, ErrorCode.TOO_MANY)
+        if session.completions.nbytes >= MAX_UNACKNOWLEDGED_BYTES:
+            raise KvoffdError("The session does not acknowledge its results; do so in each Submit.", ErrorCode.TOO_MANY)
 
     @answers(Cancel)
     def cancel(self, session: Session, message: Cancel) -> Done:

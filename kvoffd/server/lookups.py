@@ -51,13 +51,13 @@ class Lookups:
             peer=peer,
             giver=message.giver,
         )
-        pinned = ttl_ms = wait_ms = asking = 0
+        now, pinned, ttl_ms, wait_ms, asking = self._clock(), 0, 0, 0, 0
         if lease is not None:
-            pinned, ttl_ms = len(lease.blocks), max(1, round(1000 * (lease.deadline - started)))
+            pinned, ttl_ms = len(lease.blocks), max(1, round(1000 * (lease.deadline - now)))
             if lease.coming:
                 wait_ms, asking = math.ceil(1000 * lease.wait_s), lease.asking
         if not namespace.of_bench:
-            self.times.observe(self._clock() - started)
+            self.times.observe(now - started)
         return m.LookupReply(message.request_id, message.lease_id, states, pinned, ttl_ms, wait_ms, asking)
 
     @answers(m.Release)
@@ -69,7 +69,11 @@ class Lookups:
         namespace, groups = session.namespaces[message.namespace], [(part.group, part.keys) for part in message.groups]
         _check_count(groups, namespace, min(m.MAX_HINT_KEYS, self._limits.max_keys_per_request))
         ready = self._cache.hint(
-            *(namespace, message.action, groups, message.priority, message.ttl_s),
+            namespace,
+            message.action,
+            groups,
+            message.priority,
+            message.ttl_s,
             session=session.id,
             giver=message.giver,
         )

@@ -56,7 +56,8 @@ class NamespaceResets:
             _resets.warn(
                 "An engine reset the namespace %r; its blocks are no longer shared with other nodes. `kvoffd-cli clear "
                 "%s --all-nodes` shares it again.",
-                *(namespace.label, name),
+                namespace.label,
+                name,
             )
             in_memory = (
                 f"It is done, but a reboot would undo it: {self._state.file.path}, the record that the namespace is "

@@ -184,7 +184,7 @@ class Service:
                         ErrorCode.TOO_MANY,
                     )
                 # A lookup changes no block, so reports can wait until its reply is sent.
-                if not isinstance(request, m.Lookup):
+                if self.cache.prompts.unreported and not isinstance(request, m.Lookup):
                     self.cache.prompts.report()
                 answer = handler(session, request)
         except Exception as error:

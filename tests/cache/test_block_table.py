@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import random
 from array import array
+from typing import Any
 
 import numpy as np
 
-from kvoffd.cache.block_table import FOUND, KNOWN_MISSES, BlockTable
+from kvoffd.cache.block_table import FOUND, KNOWN_MISSES, BlockTable, StoreVerdict
 from kvoffd.cache.namespace import Group, MissReason, Namespace
 from kvoffd.cache.states import FREE, NO_BLOCK, READY
 from kvoffd.pool.allocator import SlotAllocator
@@ -95,3 +96,40 @@ def test_a_miss_is_reported_with_the_reason_that_was_noted_last() -> None:
     assert table.miss_reasons(Group(4, group.namespace, 0), b"".join(keys)).count(never) >= 98, "another group's keys"
     table.record_misses(group, os.urandom(32 * 4 * KNOWN_MISSES), 5)
     assert table.miss_reasons(group, b"".join(keys[50:])).count(forgotten) >= 40, "nobody knows if they were stored"
+
+
+def test_no_call_writes_beyond_its_buffers() -> None:
+    """Each replaces buffers that are too small for its results: C does not look at their size."""
+    count, group, slots = 100, group_of(2), SlotAllocator(1000 * 8192)
+    keys, others = (b"".join(key_of(number + base, 32) for number in range(count)) for base in (0, 1000))
+    table = BlockTable(np.zeros(len(slots.in_use), RECORD))
+
+    def call(name: str, *given: object, **named: object) -> Any:
+        table._grow(1)
+        result = getattr(table, name)(*given, **named)
+        assert len(table._numbers) >= count <= len(table._offsets), name
+        return result
+
+    assert set(call("judge", group, keys, 0, {})[0]) == {StoreVerdict.ABSENT}
+    taken = call("make", slots, group, keys, count)
+    for rank in range(3):
+        shards, _ = call("begin_writes", slots, taken[:, 0], rank)
+        ready, named = call("publish", group, taken[:, 0], shards, None, array("Q", [7] * count))
+    blocks = ready[::-1]
+    assert (blocks.tolist(), len(named)) == (taken[:, 0].tolist(), len(keys))
+    assert call("find", group, keys)[1].tolist() == blocks.tolist()
+    assert call("lookup", group, keys, lease=True).ready.tolist() == blocks.tolist()
+    assert call("end_lease", blocks).tolist() == blocks.tolist()
+    assert call("begin_load", slots, group, keys, 1, 0).slots.tolist() == taken[:, 1].tolist()
+    assert call("unpin", blocks).tolist() == blocks.tolist()
+    assert call("keys", blocks, 32) == keys
+    assert call("oldest", group, count).tolist() == call("oldest_unpinned", group, count).tolist()
+    unhinted, none = np.zeros(len(slots.in_use), np.uint32), ids([])
+    victims, _ = call("choose_victims", slots, group, count, blocks, 2**64 - 1, unhinted, none, last=True)
+    assert set(victims.tolist()) <= set(blocks.tolist())
+    assert call("replace", group, blocks, others, 1)[1] == keys
+    assert call("miss_reasons", group, keys) == bytes([1] * count)
+    table.pin(blocks)
+    assert call("drop", group, blocks)[0] == others
+    table.unpin(blocks)
+    assert len(call("end_dropped", group, blocks).slots) == 3 * count

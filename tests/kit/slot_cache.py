@@ -5,7 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import weakref
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -139,7 +139,7 @@ class CacheRig:
         group: int,
         keys: bytes,
         first_blocks: Mapping[int, int] | None = None,
-        starts: Sequence[int] | None = (0,),
+        starts: Sequence[int] = (0,),
     ) -> list[StoreTicket]:
         return self.cache.stores.begin(namespace, rank, [StorePart(group, keys, first_blocks or {}, starts)])
 
@@ -288,11 +288,7 @@ def check_invariants(cache: Cache) -> None:
         for session, namespaces in cache.leases.by_session.items()
         for namespace, one in namespaces.items()
     }
-    by_namespace = defaultdict[Namespace, dict[int, SessionLeases]](dict)
-    for session, namespaces in cache.leases.by_session.items():
-        for namespace, one in namespaces.items():
-            by_namespace[namespace][session] = one
-    assert cache.leases.by_namespace == by_namespace
+    assert all(cache.leases.by_session.values()), "a session without leases is listed"
     assert cache.leases.count == len(active)
     assert all(blocks.pins[block] >= count for block, count in pins.items())
     assert {int(block): int(blocks.leases[block]) for block in np.flatnonzero(blocks.leases)} == pins

@@ -98,7 +98,7 @@ class TieringHarness(CacheRig):
         self._waiting.append(LEASE + self._lookups)
         if COMING.isdisjoint(states):
             self.stop_waiting()
-        self.cache.prompts._unreported.clear()
+        self.cache.prompts.unreported.clear()
         return list(states)
 
     def use(self, namespace: Namespace, keys: bytes, lease: int = 1) -> None:

@@ -10,12 +10,12 @@ from tests.kit.require import require
 from tests.tools.ways import WAYS, go
 
 MOST = {
-    "lookup": (26, 15),
-    "store": (42, 29),
-    "store-end": (18, 11),
-    "load": (16, 11),
-    "load-end": (21, 12),
-    "reset": (37, 21),
+    "lookup": (25, 15),
+    "store": (39, 28),
+    "store-end": (17, 11),
+    "load": (14, 10),
+    "load-end": (20, 12),
+    "reset": (36, 20),
     "disk-write": (68, 44),
     "promotion": (94, 60),
     "redis-promotion": (145, 96),
