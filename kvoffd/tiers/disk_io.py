@@ -205,8 +205,8 @@ class Reads:
         self._begin()
 
     def _begin(self) -> None:
-        """Begin the next waiting reads, up to one that nobody waits for. ``_deliver`` ends that later, and begins the
-        others: an ``on_end`` is never called within ``put``."""
+        """Begin waiting reads, up to one that nobody waits for. ``_deliver`` ends that one later, and begins the
+        others: ``put`` must not call an ``on_end``."""
         while self._waiting and self._free:
             if not self._waiting[0].is_awaited():
                 self._post(self._deliver)
@@ -229,10 +229,13 @@ class Reads:
         self._native.reader_add(self._reader, read.words.buffer_info()[0])
 
     def _take_ended(self) -> Sequence[int]:
+        """Return the numbers of some reads that have ended."""
         numbers = array("Q", bytes(8 * ENDED_AT_ONCE))
         return numbers[: self._native.reader_ended(self._reader, numbers.buffer_info()[0], ENDED_AT_ONCE)]
 
     def _deliver(self) -> None:
+        """Handle the ends of some reads, and end some waiting ones that nobody waits for; then begin others. Posted
+        again if more have ended."""
         numbers = self._take_ended() if self._reading else ()
         if len(numbers) == ENDED_AT_ONCE:  # there may be more
             self._post(self._deliver)
@@ -244,17 +247,12 @@ class Reads:
             end = self._compared(job, self._headers[number * HEADER_BYTES : (number + 1) * HEADER_BYTES], read)
             self._free.append(number)
             self._finish(job, end)
-        if self._end_unawaited():
-            self._begin()
-
-    def _end_unawaited(self) -> bool:
-        """End the next waiting reads that nobody waits for, some at a time; return whether the next one may begin."""
         for _ in range(ENDED_AT_ONCE):
             if not self._waiting or self._waiting[0].is_awaited():
-                return True
+                self._begin()
+                return
             self._finish(self._waiting.popleft(), End(Result.UNWANTED))
         self._post(self._deliver)
-        return False
 
     def _compared(self, job: SlotJob, header: memoryview, read: BlockRead) -> End:
         """Return whether the read bytes are the requested block, as it was written."""
@@ -284,7 +282,7 @@ class Reads:
             logger.exception("The end of a read of %s raised: a bug; the others continue.", self._file.path)
 
     def end(self, result: Result, waited_s: float = inf) -> None:
-        """End waiting reads whose patience is at most ``waited_s``."""
+        """End waiting reads whose patience is at most ``waited_s``; all without it."""
         ended = [job for job in self._waiting if job.patience_s <= waited_s]
         self._waiting = deque(job for job in self._waiting if job.patience_s > waited_s)
         for job in ended:

@@ -429,5 +429,6 @@ def _bulk(data: bytes) -> bytes:
 
 def _repeated(command: bytes, names: Sequence[bytes], *last: bytes) -> bytes:
     """Encode a command for each name, with the arguments ``last``."""
-    head, end = b"*%d\r\n%s" % (2 + len(last), _bulk(command)), b"".join(map(_bulk, last))
+    head = b"*%d\r\n$%d\r\n%s\r\n" % (2 + len(last), len(command), command)
+    end = b"".join(map(_bulk, last))
     return b"".join([b"%s$%d\r\n%s\r\n%s" % (head, len(name), name, end) for name in names])

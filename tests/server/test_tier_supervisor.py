@@ -166,7 +166,7 @@ def test_blocks_written_since_a_disk_was_opened_go_when_another_disk_knows_a_lat
     first = rig.opened()
     assert first.write(block_of(1, make_block_group(space.fingerprint, 0, 0, [1])), [0], lambda result: None)
     cast(WorkersWithoutThreads, first._writes).work()
-    first._writes._deliver(1)
+    first._writes._deliver()
     assert namespaces_on(first) == {space.fingerprint}
     rig.attach(disk_of(space.fingerprint, generation=5), "/mnt/late")
     assert namespaces_on(rig.opened()) == {space.fingerprint}
