@@ -94,19 +94,20 @@ def failed_end(file: DiskFile, job: SlotJob, verb: str, error: OSError) -> End:
 
 
 class BlockRead:
-    """``struct block_read`` of disk_reads.c. A part is the header, or a shard with its padding.
+    """``struct block_read`` of disk_reads.c, which has its address: 64-bit words. A part is the header, or a shard with
+    its padding.
 
-    Attributes:
-        number: identifies it among the running reads.
-        offset: in the file.
-        words: the struct, of 64-bit words: ``_HEAD`` of them; then for each part its address and bytes; for each part
-            the bytes to checksum; for each part the checksum.
+    | words             | what                                                        |
+    |-------------------|-------------------------------------------------------------|
+    | 0, 1              | number among the running reads; offset in the file          |
+    | ``_FOUND``        | the result: ``found``                                       |
+    | 3                 | number of parts                                             |
+    | from ``_HEAD`` on | for each part its address and bytes; then for each part the |
+    |                   | bytes to checksum; then for each part the checksum          |
     """
 
     __slots__ = ("_parts", "number", "offset", "words")
     _FOUND, _HEAD = 2, 4
-    """Index of the result among the words before the parts, and how many these are: number, offset, result, and number
-    of parts."""
 
     def __init__(self, number: int, offset: int, parts: Sequence[int], summed: Sequence[int]) -> None:
         self.number, self.offset, self._parts = number, offset, len(summed)
@@ -197,6 +198,7 @@ class Reads:
             self._threads = AbandonableThreads(works, partial(self._native.reader_stop, self._reader), READERS_NICE)
 
     def _work(self) -> None:
+        """The code of each thread: a call of C returns after some reads have ended, and 0 once it is stopped."""
         while self._native.reader_work(self._reader):
             self._post(self._deliver)
 
@@ -226,6 +228,7 @@ class Reads:
             self._add(read)
 
     def _add(self, read: BlockRead) -> None:
+        """Have the thread read. ``read.words`` must stay: ``_reading`` has it until then."""
         self._native.reader_add(self._reader, read.words.buffer_info()[0])
 
     def _take_ended(self) -> Sequence[int]:
@@ -255,7 +258,7 @@ class Reads:
         self._post(self._deliver)
 
     def _compared(self, job: SlotJob, header: memoryview, read: BlockRead) -> End:
-        """Return whether the read bytes are the requested block, as it was written."""
+        """Return how a read ended: DONE if its bytes are the requested block, as it was written."""
         found = read.found
         if found < 0:
             return failed_end(self._file, job, "read", OSError(-found, os.strerror(-found)))
@@ -294,7 +297,8 @@ class Reads:
 
     @property
     def longest_s(self) -> float:
-        """Time since a read last ended while others are running: many concurrent reads are slow without hanging."""
+        """Time since a read last ended while others are running. Not since the oldest began, as in ``Workers``: many
+        concurrent reads are slow without hanging."""
         return self._clock() - self._progress_at if self._reading else 0.0
 
     def close(self, until: float) -> bool:
@@ -332,7 +336,8 @@ class BlockWriter:
         return jobs
 
     def write(self, jobs: list[SlotJob]) -> list[End]:
-        """Write neighbouring blocks, one by one if that fails, and then their records. Called in a thread."""
+        """Write neighbouring blocks, one by one if that fails, and then their records: a record must not name a block
+        that is not there. Called in a thread."""
         file, buffers, headers = self._file, list[memoryview](), aligned_buffer(len(jobs) * HEADER_BYTES)
         for number, job in enumerate(jobs):
             assert job.block is not None

@@ -50,7 +50,7 @@ from kvoffd_proto.messages import FINGERPRINT_BYTES
 declare(keep_gil=False, host_copy=(COUNT, *(VOID_P, VOID_P, VOID_P, NUMBER) * 2, VOID_P))
 
 BUSY_S = 0.005
-"""Pause after a block was BUSY."""
+"""Pause after the peer has lent none because it was BUSY."""
 AHEAD = 2
 """Reads of one thread that are under way."""
 
@@ -104,13 +104,14 @@ class PeerStore(Store):
         return int.from_bytes(reply[:GENERATION_BYTES], "little"), [there == 1 for there in reply[GENERATION_BYTES:]]
 
     def touch(self, blocks: Sequence[Block], deadline: float) -> list[bool]:
+        """A peer decides itself what it keeps."""
         return [False] * len(blocks)
 
     def get(self, requests: Sequence[GetRequest], patience_s: float) -> Iterator[Received | None]:
         def same(request: GetRequest) -> tuple[BlockGroup, list[int]]:
             return request.group, list(map(len, request.views))
 
-        for (_, lengths), members in groupby(requests, same):
+        for (_, lengths), members in groupby(requests, same):  # one PIN is about blocks of one group and geometry
             rest, most = list(members), max(1, min(MAX_BLOCKS, MAX_SHARDS // max(1, len(lengths))))
             give_up_at = time.monotonic() + patience_s
             while rest:
@@ -130,14 +131,14 @@ class PeerStore(Store):
     def _borrow(
         self, requests: Sequence[GetRequest], lengths: list[int], patience_s: float
     ) -> Iterator[Received | None]:
-        """Yield the blocks, which are of one group, up to the first that the peer does not lend now."""
+        """Yield the blocks, which are of one group, up to the first that is BUSY; None for one that the peer lacks."""
         began = time.monotonic()
         wanted = Pin(_find_of(requests[0].group, [request.key for request in requests]), lengths)
         ident, reply = self._call(PIN, wanted, began + patience_s)
         reading: _Reading | None = None
         try:
             pinned = _CheckedPinned(reply, len(requests), len(lengths))
-            until = began + pinned.seconds
+            until = began + pinned.seconds  # counted from before the question: the peer's time begins later
             requests = requests[: len(pinned.places)]
             pieces_of = [_pieces(request, place) for request, place in zip(requests, pinned.places, strict=True)]
             reading = _Reading(self._helper, self._number, [piece for pieces in pieces_of for piece in pieces])
@@ -158,6 +159,7 @@ class PeerStore(Store):
             self._helper.release(self._number, ident)
 
     def put(self, requests: Sequence[PutRequest], deadline: float) -> Sequence[bool | None]:
+        """Nothing is written to a peer."""
         return [None] * len(requests)
 
     def remove(self, group: BlockGroup, keys: Sequence[bytes], deadline: float) -> None:
@@ -233,7 +235,13 @@ def _pieces(request: GetRequest, place: _Place | None) -> list[_Piece]:
 
 
 class _Part:
-    """Spans of pieces that one read of the helper brings, each with its begin and length."""
+    """What one read of the helper brings: spans of pieces, each with its begin in the piece and its length.
+
+    Attributes:
+        call: the read, once it has begun.
+        addresses: where the spans go in the pool.
+        where: the payload of READ.
+    """
 
     call: PeerCall
 
@@ -268,6 +276,7 @@ class _Reading:
         self._under_way.popleft()
 
     def _land(self, part: _Part, deadline: float) -> None:
+        """Wait for a part, and copy it into the pool, by a call that also computes the checksums of whole pieces."""
         helper = self._helper
         which = self._peer * SLICES + helper.wait(part.call, deadline)[0] % SLICES  # its own, whatever was answered
         landed = helper.landing_address + which * SLICE_BYTES

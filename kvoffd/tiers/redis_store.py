@@ -153,7 +153,7 @@ class Redis(Store):
         return found
 
     def stored_generation(self, name: bytes, deadline: float) -> int:
-        """Return the generation of this name."""
+        """Return the generation that is stored under this name; 0 for none."""
         self.send_questions([], deadline, [name])
         return self.generation_answer(name, deadline) or 0
 
@@ -177,14 +177,14 @@ class Redis(Store):
         self._connection.send([_repeated(b"GET", generations) + _repeated(b"EXISTS", names)], deadline)
 
     def generation_answer(self, name: bytes, deadline: float) -> int | None:
-        """Receive the generation of this name; None if it is elsewhere in the cluster."""
+        """Receive the generation of this name, 0 for none; None if it is elsewhere in the cluster."""
         text = b""
         match self._value_length(deadline):
-            case RefusedReply(kind=Refusal.BUSY) as busy:
+            case RefusedReply(kind=Refusal.BUSY) as busy:  # without it, the other answers are useless
                 self.close()
                 raise busy.error
             case RefusedReply(kind=Refusal.WRONG_TYPE):
-                text = b"of another type"
+                text = b"of another type"  # is no number, as what is long
             case RefusedReply():
                 return None
             case int(length):
@@ -201,7 +201,7 @@ class Redis(Store):
         for request in requests:
             received = self.value(request, time.monotonic() + patience_s)
             yield received
-            if isinstance(received, Received) and received.block is None:
+            if isinstance(received, Received) and received.block is None:  # the connection is closed
                 return
 
     def send_gets(self, requests: Sequence[GetRequest], deadline: float) -> None:
@@ -228,7 +228,7 @@ class Redis(Store):
         length = self._value_length(deadline)
         if isinstance(length, RefusedReply) and length.kind is not Refusal.WRONG_TYPE:
             received = length.error if length.kind is Refusal.BUSY else None
-        elif length is not None:
+        elif length is not None:  # a value, perhaps of another length, or a key of another type: no block
             fits = length == HEADER_BYTES + request.group.nbytes
             if not fits or (block := decode_header(self._connection.take(HEADER_BYTES, deadline))) is None:
                 self.close()
@@ -271,7 +271,7 @@ class Redis(Store):
             return True
         if refused.kind is Refusal.BUSY:
             return refused.error
-        return False if refused.kind is Refusal.FULL else None
+        return False if refused.kind is Refusal.FULL else None  # None: its slot is elsewhere
 
     def remove(self, group: BlockGroup, keys: Sequence[bytes], deadline: float) -> None:
         self.remove_names(block_names(group, keys), deadline)
@@ -319,7 +319,7 @@ class Redis(Store):
         until = time.monotonic() + TURNS * TURN_MS / 1000
         while True:
             is_turn, seen = self._take_turn(name, deadline)
-            if seen >= generation:
+            if seen >= generation:  # another node's raise was enough
                 return seen
             if is_turn or time.monotonic() >= until:
                 break
@@ -339,9 +339,11 @@ class Redis(Store):
     # --- RESP ------------------------------------------------------------------------------------
 
     def _send_words(self, words: Sequence[bytes], deadline: float) -> None:
+        """Send one command."""
         self._connection.send([b"*%d\r\n" % len(words), *map(_bulk, words)], deadline)
 
     def _command(self, words: Sequence[bytes], deadline: float) -> None:
+        """Send a command whose answer is OK."""
         self._send_words(words, deadline)
         self._check(self._connection.line(deadline), b"+")
 
@@ -400,9 +402,9 @@ class Redis(Store):
         """Receive ``count`` numbers; return whether each is not 0. What a busy server refused counts as 0, unless that
         is all."""
         answers = self._connection.lines(count, deadline)
-        absent, kinds = {b":0"}, set(answers)
-        expected: Collection[Refusal] = {Refusal.BUSY} if any(line.startswith(b":") for line in kinds) else ()
-        for line in kinds - {b":0", b":1"}:
+        absent, different = {b":0"}, set(answers)  # of thousands of answers few are different
+        expected: Collection[Refusal] = {Refusal.BUSY} if any(line.startswith(b":") for line in different) else ()
+        for line in different - {b":0", b":1"}:
             if self._refused(line, expected) is not None:
                 absent.add(line)
             else:

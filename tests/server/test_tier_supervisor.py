@@ -260,7 +260,7 @@ def test_a_place_knows_nothing_of_the_peer_that_had_it_before() -> None:
     (place,) = places._places
     place.source.reads.speed.measured, place.source.failures["overdue"] = 1.0, 3
     place.source.promoted_blocks, rig.tiering._origins._source_of[3] = 7, len(rig.tiering.sources)
-    assert places.give("fast:7400") == "peer://fast:7400"
+    assert places.give("fast:7400", only_named=True) == "peer://fast:7400"
     assert rig.tiering.sources[-1] is place.source
     assert (place.source.tier.name, place.source.reads.speed.measured) == ("peer://fast:7400", 0.0)
     assert (place.source.failures, place.source.promoted_blocks) == ({}, 0)

@@ -810,6 +810,24 @@ def test_a_read_whose_memory_cannot_be_freed_ends_the_helper(lender: Lender, rea
         wait_until(lambda: _works(reader, lender), 30.0)
 
 
+def test_a_read_that_a_busy_helper_does_not_get_leaves_it_alone(
+    lender: Lender, reader: Reader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has no memory of it that could be lost."""
+    monkeypatch.setattr(peer_process, "SEND_S", 0.05)
+    reader.right(lender, 1)
+    os.kill(pid := reader.helper.pid, signal.SIGSTOP)
+    while reader.helper.send(frame(FREE, 0, 0, bytes(MAX_MESSAGE_BYTES // 2))):
+        pass
+    with pytest.raises(StoreError, match="hangs"):
+        reader.helper.begin(READ, 0, np.array([[0, SIZE]], np.uint64).tobytes())
+    assert not reader.helper.has_reads(0)
+    os.kill(pid, signal.SIGCONT)
+    monkeypatch.setattr(peer_process, "SEND_S", PATIENCE_S)
+    wait_until(lambda: _works(reader, lender), 30.0)
+    assert (reader.helper.pid, reader.helper.life) == (pid, 0)
+
+
 def test_reads_that_nobody_waits_for_leave_no_memory_taken(lender: Lender, reader: Reader) -> None:
     reader.right(lender, 1)
     where = np.array([[0, SIZE]], np.uint64).tobytes()
@@ -867,11 +885,11 @@ def test_a_peer_that_is_connected_again_is_read_by_a_new_connection() -> None:
     helper = object.__new__(peer_helper.Helper)
     helper._nixl, helper._agents = Mock(), {}
     helper._nixl.add_remote_agent.return_value = b"agent"
-    helper._connected_again(0)
+    helper._drop_agent(0)
     helper._nixl.remove_remote_agent.assert_not_called()
     for _ in range(2):
         helper._set_agent(0, b"metadata", 1)
-        helper._connected_again(0)
+        helper._drop_agent(0)
         helper._nixl.remove_remote_agent.assert_called_with("agent")
     assert helper._nixl.add_remote_agent.call_count == 2
 
@@ -885,10 +903,10 @@ def test_a_read_that_fails_late_does_not_end_the_connection_that_came_after_its_
     helper._nixl.transfer.return_value = "PROC"
     pieces = np.zeros(1, np.uint64), np.ones(1, np.uint64)
     helper._set_agent(0, b"metadata", 1)
-    helper._begin(0, 7, *pieces)
-    helper._connected_again(0)
+    helper._begin_read(0, 7, *pieces)
+    helper._drop_agent(0)
     helper._set_agent(0, b"metadata", 1)
-    helper._begin(0, 8, *pieces)
+    helper._begin_read(0, 8, *pieces)
     helper._nixl.check_xfer_state.side_effect = ["ERR", "PROC"]
     assert helper._end_transfers(time.monotonic())
     assert helper._nixl.remove_remote_agent.call_count == 1
