@@ -71,14 +71,15 @@ class StoreHealth:
         return self._refusal if self._clock() < self._shown_until else ""
 
     def assume_steady(self) -> None:
-        """Take the store for steadily reachable, and do not report that."""
+        """Take the store for steadily reachable, so that nothing is logged of it: it is one of many peers."""
         self._is_steady = True
 
     def becomes_steady(self) -> bool:
         """Return whether the store has become steadily reachable since the last call. Called at each tick."""
         now = self._clock()
         if self._breaker.open:
-            self._is_steady, self._steady_at = False, now + (STEADY_S if self._breaker.opened else 0.0)
+            self._is_steady = False
+            self._steady_at = now + (STEADY_S if self._breaker.opened else 0.0)  # at the start: once it is reached
             self._look_at = now  # as soon as it is reachable
         elif not self._is_steady and now >= self._steady_at:
             self._is_steady = True
@@ -86,7 +87,7 @@ class StoreHealth:
         return False
 
     def take_questions(self) -> Iterator[Look | Probe]:
-        """Yield the questions that are due; they count as under way."""
+        """Yield the questions that are due, which the caller puts: they count as under way."""
         now = self._clock()
         if not (self._looking or self._breaker.open) and (now >= self._look_at or self.fullness.wrote_much()):
             self._looking = True
