@@ -57,11 +57,6 @@ class FleetClears:
         self._answered_about: dict[bytes, float] = {}
         """Time of the last answer about each namespace, by a poll, an ask or a raise."""
 
-    @property
-    def most_raise_s(self) -> float:
-        """Time that the asking thread may take for a raise, if it has any; else 0."""
-        return RAISE_S if self.raises else 0.0
-
     def tick(self) -> None:
         """Ask peers again that have not followed."""
         for request in self.unfollowed:

@@ -140,7 +140,10 @@ class PeerStore(Store):
             pinned = _CheckedPinned(reply, len(requests), len(lengths))
             until = began + pinned.seconds  # counted from before the question: the peer's time begins later
             requests = requests[: len(pinned.places)]
-            pieces_of = [_pieces(request, place) for request, place in zip(requests, pinned.places, strict=True)]
+            pieces_of = [
+                [] if place is None else list(map(_Piece, place.offsets, request.views))
+                for request, place in zip(requests, pinned.places, strict=True)
+            ]
             reading = _Reading(self._helper, self._number, [piece for pieces in pieces_of for piece in pieces])
             for request, place, pieces in zip(requests, pinned.places, pieces_of, strict=True):
                 if place is None:
@@ -229,11 +232,6 @@ class _Piece:
         """Checksum of its bytes; 0 if it came in several parts, or is short."""
 
 
-def _pieces(request: GetRequest, place: _Place | None) -> list[_Piece]:
-    """Return the pieces of a block, by rank; none if it is not lent."""
-    return [] if place is None else list(map(_Piece, place.offsets, request.views))
-
-
 class _Part:
     """What one read of the helper brings: spans of pieces, each with its begin in the piece and its length.
 
@@ -268,16 +266,13 @@ class _Reading:
         self._under_way: deque[_Part] = deque()
 
     def land_next(self, deadline: float) -> None:
-        """Wait for the next part, and copy it into the pool; begin to read others. Raises StoreError."""
-        while len(self._under_way) < AHEAD and (part := next(self._to_begin, None)) is not None:
-            part.call = self._helper.begin(READ, self._peer, part.where)
-            self._under_way.append(part)
-        self._land(self._under_way[0], deadline)
-        self._under_way.popleft()
-
-    def _land(self, part: _Part, deadline: float) -> None:
-        """Wait for a part, and copy it into the pool, by a call that also computes the checksums of whole pieces."""
+        """Begin to read parts, up to ``AHEAD``; wait for the next one, and copy it into the pool, by a call of C that
+        also computes the checksums of whole pieces. Raises StoreError."""
         helper = self._helper
+        while len(self._under_way) < AHEAD and (begun := next(self._to_begin, None)) is not None:
+            begun.call = helper.begin(READ, self._peer, begun.where)
+            self._under_way.append(begun)
+        part = self._under_way[0]
         which = self._peer * SLICES + helper.wait(part.call, deadline)[0] % SLICES  # its own, whatever was answered
         landed = helper.landing_address + which * SLICE_BYTES
         whole = [piece for piece, _, length in part.spans if length == len(piece.view)]
@@ -287,6 +282,7 @@ class _Reading:
         columns = array("Q", part.addresses), sources, array("Q", part.lengths), slots, slot_bytes, sums
         to, of, sizes, *checked = (column.buffer_info()[0] for column in columns)
         native().host_copy(to, of, sizes, len(part.spans), *checked, len(whole), ctypes.byref(ctypes.c_uint32(0)))
+        self._under_way.popleft()  # until here ``end`` would end it
         helper.end(part.call)
         if helper.life != part.call.life:  # another one may have written there
             raise StoreError(StoreFault.DISCONNECTED, "The helper process for peers ended during a read.")

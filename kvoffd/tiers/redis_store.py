@@ -133,7 +133,9 @@ class Redis(Store):
         return StoreUsage(*(int(found[name]) for name in ("maxmemory", "used_memory", "evicted_keys")))
 
     def generation(self, fingerprint: bytes, deadline: float) -> int:
-        return self.stored_generation(generation_name(fingerprint), deadline)
+        name = generation_name(fingerprint)
+        self.send_questions([], deadline, [name])
+        return self.generation_answer(name, deadline) or 0
 
     def generations(self, fingerprints: Sequence[bytes], deadline: float) -> list[int | StoreError]:
         # A GET for each in one message: MGET is none of the commands that a restricted user of release 0.2 has.
@@ -151,11 +153,6 @@ class Redis(Store):
                     found.append(error)
                     break
         return found
-
-    def stored_generation(self, name: bytes, deadline: float) -> int:
-        """Return the generation that is stored under this name; 0 for none."""
-        self.send_questions([], deadline, [name])
-        return self.generation_answer(name, deadline) or 0
 
     def ask(self, group: BlockGroup, keys: Sequence[bytes], deadline: float, *, prefix: bool) -> tuple[int, list[bool]]:
         own_name = generation_name(group.fingerprint)

@@ -25,7 +25,7 @@ from kvoffd.tiers.block_threads import (
     take_batch,
 )
 from kvoffd.tiers.breaker import Breaker
-from kvoffd.tiers.fleet_clears import FleetClears, Poll
+from kvoffd.tiers.fleet_clears import RAISE_S, FleetClears, Poll
 from kvoffd.tiers.generations import Generations
 from kvoffd.tiers.header import (
     Block,
@@ -292,7 +292,7 @@ class SharedTier(Tier):
         if self._store.servers is not None:
             for name, error in self._store.servers.take_skipped().items():
                 self._error(f"{error.kind} {name}", error.sentence)
-        if self._asking.longest_s > HANGS_S + self.clears.most_raise_s:
+        if self._asking.longest_s > HANGS_S + (RAISE_S if self.clears.raises else 0.0):
             self._end_overdue()
 
     def _end_overdue(self) -> None:
