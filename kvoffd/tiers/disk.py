@@ -117,17 +117,18 @@ class DiskTier(Tier):
             self.found_generations = self._map.open(generation, should_stop)
             """Highest generation of the blocks found, by fingerprint."""
             self._reads = make_reads(name, file, pool, options.most_reads, self._read_ended, post, clock)
+            # If a thread does not start, those that run are ended.
             with OnError(lambda: self._reads.close(time.monotonic() + HANG_TIMEOUT_S)):
                 writer = BlockWriter(file, pool, options.merge_bytes, wall_clock)
                 works = [writer.write] * options.writers
-                make = partial(make_workers, failed=self._bug, post=post, clock=clock)
-                self._writes = make(f"{name}-w", works, on_end=self._write_ended, take=writer.next)
+                make_threads = partial(make_workers, failed=self._bug, post=post, clock=clock)
+                self._writes = make_threads(f"{name}-w", works, on_end=self._write_ended, take=writer.next)
                 with OnError(lambda: self._writes.close(time.monotonic() + HANG_TIMEOUT_S)):
                     self._clearing = Clearing(
                         file,
                         self._map,
                         self.counters,
-                        partial(make, f"{name}-n"),
+                        partial(make_threads, f"{name}-n"),
                         post,
                         lambda group, keys: listener.blocks_removed(self, group, keys),
                         self._error,

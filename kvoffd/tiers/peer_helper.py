@@ -316,6 +316,8 @@ class Helper:
     # --- the loop ---------------------------------------------------------------------------------
 
     def run(self) -> None:
+        """Pass messages and let NIXL work, until the daemon is gone, or there are interfaces that NIXL did not find at
+        its start: then the daemon starts a new helper."""
         self._to_daemon(STARTED, 0, 0)
         fd = self._channel.fileno()
         while True:
@@ -349,19 +351,24 @@ class Helper:
                     self._pass_answers(number, peer)
             if self._router is not None and self._router in ready:
                 self._pass_requests(self._router)
-            busy = now < self._busy_until
-            for call in range(CALLS_PER_TURN):
-                began = time.perf_counter()
-                self._nixl.get_new_notifs()  # lets NIXL work
-                moved = time.perf_counter() - began > MOVED_S
-                if moved and (busy or waiting or call):  # without work the first call may take as long for nothing
-                    self._busy_until = time.monotonic() + BUSY_AFTER_S
-                if self._transfers and self._end_transfers(now):
+            self._let_nixl_work(now, waiting=waiting)
+
+    def _let_nixl_work(self, now: float, *, waiting: bool) -> None:
+        """Call NIXL, several times while there is work or bytes move, and report the reads that have ended.
+        ``waiting``: whether anything is lent or read."""
+        busy = now < self._busy_until
+        for call in range(CALLS_PER_TURN):
+            began = time.perf_counter()
+            self._nixl.get_new_notifs()
+            moved = time.perf_counter() - began > MOVED_S
+            if moved and (busy or waiting or call):  # without work the first call may take as long for nothing
+                self._busy_until = time.monotonic() + BUSY_AFTER_S
+            if self._transfers and self._end_transfers(now):
+                break
+            if not moved:
+                if not busy:
                     break
-                if not moved:
-                    if not busy:
-                        break
-                    time.sleep(WORKING_S)
+                time.sleep(WORKING_S)
 
     def _drop_expired(self, now: float) -> None:
         """Drop the entries whose time has come, of tables in the order of these times, and count a new second."""

@@ -220,7 +220,7 @@ class SharedTier(Tier):
     def write(self, block: Block, offsets: Sequence[int], on_end: WriteEnd) -> bool:
         group, key = block.group, block.key
         most = 1 if self.refuses_writes() else MAX_WRITES
-        if not (self.available() and self.health.accepts_writes) or len(self._writes) >= most:
+        if not (self.available() and self.health.tries_writes) or len(self._writes) >= most:
             return False
         if not self.takes(group, key) or not all(self.wants(group, [key])):
             return False

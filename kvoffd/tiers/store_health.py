@@ -47,7 +47,7 @@ class StoreHealth:
         self._breaker, self._clock = breaker, clock
         self.problem = self._refusal = ""
         self.fullness = Fullness(counters, pool_bytes, clock)
-        self._accepts_at = 0.0
+        self._write_at = 0.0
         """Time from which on writes are tried."""
         self._shown_until = 0.0
         """Time until which the last refusal of a write is reported."""
@@ -61,9 +61,9 @@ class StoreHealth:
         self._logged_at = clock() - LOGGED_S
 
     @property
-    def accepts_writes(self) -> bool:
+    def tries_writes(self) -> bool:
         """Whether writes are tried: a refused one pauses them for some seconds."""
-        return self._clock() >= self._accepts_at
+        return self._clock() >= self._write_at
 
     @property
     def refusal(self) -> str:
@@ -113,7 +113,7 @@ class StoreHealth:
         """Record a failure. ``refuses_writes``: the server answers, but refuses a write."""
         now, self.problem = self._clock(), error.sentence
         if refuses_writes:
-            self._accepts_at, self._shown_until = now + FULL_PAUSE_S, now + SHOWN_S
+            self._write_at, self._shown_until = now + FULL_PAUSE_S, now + SHOWN_S
             self._refusal = error.sentence
         if error.kind is StoreFault.FULL:
             self.fullness.assume_full(SHOWN_S)
