@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import islice, takewhile
+from itertools import islice
 
 import msgspec
 import numpy as np
@@ -40,6 +40,8 @@ LEASE_S = 10.0
 """Time after which what a peer has not returned is not lent any more. It must have read and checked it before."""
 MAX_LEASES, MAX_LEASES_EACH = 256, 16
 """Leases of all peers, and of one connection. A request beyond them gets no blocks."""
+OVERDUE_AT_ONCE = 64
+"""Leases that one tick ends."""
 LENT_SHARE = 1 / 8
 """Share of the pool that all peers together may pin."""
 LOOP_SHARE, WINDOW_S = 0.25, 0.25
@@ -92,7 +94,8 @@ class PeerServer:
         """Answer one request, with nothing if it is not valid; None for one without an answer."""
         began = self._clock()
         if kind == RELEASE:
-            self._end([(route, ident)] if (route, ident) in self._lent else [])
+            if (route, ident) in self._lent:
+                self._end([(route, ident)])
             return None
         if began >= self._window_at + WINDOW_S:
             self._window_at, self._spent_s = began, 0.0
@@ -227,7 +230,8 @@ class PeerServer:
     def tick(self) -> None:
         """End overdue leases, some at a time."""
         now = self._clock()
-        self._end([one for one, _ in takewhile(lambda item: item[1].deadline <= now, islice(self._lent.items(), 64))])
+        oldest = islice(self._lent.items(), OVERDUE_AT_ONCE)
+        self._end([one for one, lease in oldest if lease.deadline <= now])
 
     def end_all(self) -> None:
         """End all leases: the helper is gone, and with it all that reads here."""

@@ -20,7 +20,7 @@ _HEAD = struct.Struct("<8sQIHHI")
 _SHARD = struct.Struct("<QQI")
 _SUM = struct.Struct("<Q")
 MAX_GENERATION = 2**62
-"""Largest generation in a header: later ones must remain."""
+"""Largest generation in a header: a reset must be able to raise it."""
 MAX_FIRST_BLOCK = 0xFFFF
 """Largest first engine block of a shard: the cache has 16 bits for it."""
 
