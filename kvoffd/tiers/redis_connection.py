@@ -136,14 +136,11 @@ class RedisConnection:
 
     # --- sending ---------------------------------------------------------------------------------
 
-    def send(self, parts: Sequence[bytes | memoryview], deadline: float) -> None:
-        """Send the beginning of an exchange: all earlier answers were received."""
-        if self._input:  # it would be taken for the answer
+    def send(self, parts: Sequence[bytes | memoryview], deadline: float, *, continues: bool = False) -> None:
+        """Send the beginning of an exchange, or more of it if it ``continues``: then some of its answers may have
+        come."""
+        if self._input and not continues:  # it would be taken for the answer
             raise self.protocol_error("unexpected extra reply")
-        self.send_on(parts, deadline)
-
-    def send_on(self, parts: Sequence[bytes | memoryview], deadline: float) -> None:
-        """Send more of an exchange, some of whose answers may have come."""
         rest = [memoryview(part) for part in parts if part]
         while rest:
             with self._ready(deadline) as connected:  # TLS has no sendmsg
@@ -196,18 +193,14 @@ class RedisConnection:
             done += len(part)
         del self._input[:done]
         rest = drop_bytes(list(views), done)
-        if rest and not self._tls:
-            return self._receive_all(rest, views, deadline)
-        while rest:
+        while rest and self._tls:
             with self._ready(deadline) as connected:
                 count = connected.recv_into(rest[0])
             if not count:
                 raise self._lost("it closed the connection")
             rest = drop_bytes(rest, count)
-        return ()
-
-    def _receive_all(self, rest: Sequence[memoryview], views: Sequence[memoryview], deadline: float) -> Sequence[int]:
-        """Receive the rest of the views, and any further bytes into ``_input``; return the checksums of the views."""
+        if not rest:
+            return ()
         with self._ready(deadline) as connected:
             fd, left_s = connected.fileno(), deadline - time.monotonic()
         into = *rest, memoryview(self._beyond)

@@ -234,7 +234,7 @@ class Redis(Store):
             if self._connection.take(2, deadline) != b"\r\n":
                 raise self._connection.protocol_error("a value does not end where it should")
         self._coming_bytes -= request.group.nbytes
-        self._connection.send_on(self._further_gets(), deadline)
+        self._connection.send(self._further_gets(), deadline, continues=True)
         return received
 
     def put(self, requests: Sequence[PutRequest], deadline: float) -> list[bool | None]:

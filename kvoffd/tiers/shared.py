@@ -101,6 +101,7 @@ class SharedTier(Tier):
     ) -> None:
         super().__init__(name, listener)
         self._store = first = open_store()
+        """The asking thread's connection. Others use only its constants and ``servers``."""
         self._stores = [first, *(open_store() for _ in range(READERS + first.writers))]
         self.ask_deadline_s = ask_deadline_s
         self.breaker = Breaker(clock)
@@ -116,21 +117,29 @@ class SharedTier(Tier):
         """Keys that namespaces asked for while others waited."""
         self._writes: dict[tuple[int, bytes], ObjectWrite] = {}
         """Writes that have not ended, by tag and key."""
-        threads = [BlockThread(self, store, clock) for store in self._stores[1:]]
-        asker = AskingThread(self, first, clock)
-        asks = [lambda questions: [question.run(asker) for question in questions]]
-        reads, writes = [one.reads for one in threads[:READERS]], [one.writes for one in threads[READERS:]]
-        ends = post, clock
-        self._asking = make_workers(
-            "kvoffd-shared-ask", asks, lambda error: error, self._question_ended, *ends, self._next_question
+        make_threads = partial(make_workers, post=post, clock=clock)
+        asker, threads = AskingThread(self, first, clock), [BlockThread(self, one, clock) for one in self._stores[1:]]
+        self._asking = make_threads(
+            "kvoffd-shared-ask",
+            [lambda questions: [question.run(asker) for question in questions]],
+            failed=lambda error: error,
+            on_end=self._question_ended,
+            take=self._next_question,
         )
-        failed, take = (Result.FAILED, None), partial(take_batch, first)
-        self._reading = make_workers(
-            *("kvoffd-shared-read", reads, lambda error: failed, self._read_ended, *ends, take),
+        self._reading = make_threads(
+            "kvoffd-shared-read",
+            [thread.reads for thread in threads[:READERS]],
+            failed=lambda error: (Result.FAILED, None),
+            on_end=self._read_ended,
+            take=partial(take_batch, first),
             nice=READERS_NICE,
         )
-        self._writing = make_workers(
-            "kvoffd-shared-write", writes, lambda error: Result.FAILED, self._write_ended, *ends, take
+        self._writing = make_threads(
+            "kvoffd-shared-write",
+            [thread.writes for thread in threads[READERS:]],
+            failed=lambda error: Result.FAILED,
+            on_end=self._write_ended,
+            take=partial(take_batch, first),
         )
         self._answers = Answers(self, listener, first, clock, self._asking.put)
         self._set_store(name)
