@@ -14,7 +14,7 @@ from math import inf
 
 from kvoffd.tiering.promotion_source import PromotionSource
 from kvoffd.tiers.peer_names import PeerName, Resolved
-from kvoffd.tiers.peer_process import PeerHelper
+from kvoffd.tiers.peer_process import HelperProcess
 from kvoffd.tiers.shared import SharedTier
 from kvoffd.tiers.tier import PEER
 
@@ -67,7 +67,7 @@ class PeerPlaces:
 
     def __init__(
         self,
-        helper: PeerHelper,
+        helper: HelperProcess,
         names: Sequence[PeerName],
         fixed: Collection[str],
         replace_source: Callable[[PromotionSource], PromotionSource],

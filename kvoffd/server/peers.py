@@ -19,7 +19,7 @@ from kvoffd.tiering.tiering import Tiering
 from kvoffd.tiers.peer_caller import Calls, PeerCaller
 from kvoffd.tiers.peer_messages import HelperSettings
 from kvoffd.tiers.peer_names import NameResolver, PeerName, Resolved
-from kvoffd.tiers.peer_process import PeerHelper, read_secret
+from kvoffd.tiers.peer_process import HelperProcess, read_secret
 from kvoffd.tiers.peer_store import PeerStore
 from kvoffd.tiers.shared import SharedTier
 from kvoffd.tiers.store import Store
@@ -43,7 +43,7 @@ class Peers:
         self._config, self._cache, self._pool = config, cache, pool
         self._clock, self._post, self._state = clock, post, state
         self.tiers: list[SharedTier] = []
-        self.helper: PeerHelper | None = None
+        self.helper: HelperProcess | None = None
         self.server: PeerServer | None = None
         self.places: PeerPlaces | None = None
         peers = list(map(parse_peer, config.peers))
@@ -68,7 +68,7 @@ class Peers:
             self.server = PeerServer(self._cache, self._clock, lambda: self._state.is_saved, generations)
         secret = read_secret(config.peer_secret_file)
         settings = HelperSettings(peer_addresses(config.peers), config.peer_listen, secret)
-        self.helper = PeerHelper(settings, self._pool.place, self._on_request, self._on_helper_end)
+        self.helper = HelperProcess(settings, self._pool.place, self._on_request, self._on_helper_end)
         if self._names:
             self._caller = PeerCaller(self._names, config.peer_listen, secret)
 

@@ -197,6 +197,7 @@ class DiskMap:
         self.by_number: dict[int, KnownGroup] = {}
         """These, and groups that are being removed as a whole: their slots are not free yet."""
         self.last_number = 0
+        """Number of the group that was added last."""
         self._addresses = (_RegionAddresses * head.regions)()
         """Addresses of the regions' arrays, by number, for ``_index``. They hold while the region is in ``regions``."""
         self._native = native()

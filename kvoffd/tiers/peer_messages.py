@@ -48,7 +48,7 @@ class HelperSettings(msgspec.Struct, array_like=True, frozen=True):
     """First message to the helper. Descriptors are inherited; -1 for none."""
 
     peers: list[str]
-    """Addresses; an empty one is set later, by ``PeerHelper.connect``."""
+    """Addresses; an empty one is set later, by ``HelperProcess.connect``."""
     listen: str
     secret: bytes
     pool: tuple[int, int, int] = -1, 0, 0

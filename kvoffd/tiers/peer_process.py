@@ -104,7 +104,7 @@ class PeerCall:
     """A request to the helper that a thread waits for.
 
     Attributes:
-        life: ``PeerHelper.life`` when it was sent.
+        life: ``HelperProcess.life`` when it was sent.
         ended: set once there is a ``reply``, or a ``problem``, a sentence why there is none.
     """
 
@@ -115,7 +115,7 @@ class PeerCall:
         self.problem = ""
 
 
-class PeerHelper:
+class HelperProcess:
     """Starts the helper, and starts it again when it has ended. ``call`` and ``send`` are for any thread.
 
     Args:

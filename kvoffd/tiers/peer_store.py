@@ -1,4 +1,4 @@
-"""Blocks of one peer's pool, as a store that is only read. ``PeerHelper`` sends its questions and reads to the helper.
+"""Blocks of one peer's pool, as a store that is only read, by questions and reads that the helper process sends on.
 
 NIXL reads a peer's memory one-sidedly, and may still write what it was asked for long after it was told to stop, as
 measured with a peer that was stopped and continued. So it writes to memory of its own, from which a block is copied
@@ -43,7 +43,7 @@ from kvoffd.tiers.peer_messages import (
     decode_followed,
     decode_raised,
 )
-from kvoffd.tiers.peer_process import PeerCall, PeerHelper
+from kvoffd.tiers.peer_process import HelperProcess, PeerCall
 from kvoffd.tiers.store import GetRequest, PutRequest, Received, Store, StoreError, StoreFault
 from kvoffd_proto.messages import FINGERPRINT_BYTES
 
@@ -70,7 +70,7 @@ class PeerStore(Store):
     failed_s = 2.0  # a peer that was killed is back sooner than a store
     follows = True
 
-    def __init__(self, helper: PeerHelper, number: int) -> None:
+    def __init__(self, helper: HelperProcess, number: int) -> None:
         self._helper, self._number = helper, number
         self._closed = False
 
@@ -260,7 +260,7 @@ class _Reading:
         pieces: in the order in which they are read.
     """
 
-    def __init__(self, helper: PeerHelper, peer: int, pieces: Sequence[_Piece]) -> None:
+    def __init__(self, helper: HelperProcess, peer: int, pieces: Sequence[_Piece]) -> None:
         self._helper, self._peer = helper, peer
         self._to_begin = _parts(pieces)
         self._under_way: deque[_Part] = deque()

@@ -157,7 +157,7 @@ class SharedTier(Tier):
 
     def become(self, name: str) -> None:
         """Become the tier of another peer, or of none, while idle. The connections lead there by now:
-        ``PeerHelper.connect``."""
+        ``HelperProcess.connect``."""
         self._set_store(name)
         self._answers.clear()
         self.health.assume_steady()

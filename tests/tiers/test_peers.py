@@ -56,7 +56,7 @@ from kvoffd.tiers.peer_messages import (
     frame,
     peer_socket,
 )
-from kvoffd.tiers.peer_process import PeerCall, PeerHelper
+from kvoffd.tiers.peer_process import HelperProcess, PeerCall
 from kvoffd.tiers.peer_store import PeerStore
 from kvoffd.tiers.store import GetRequest, Received, StoreError
 from tests.kit.amount import TIMES
@@ -102,7 +102,7 @@ class Lender:
         self.raw: bytes | None = None
         self.lent: set[int] = set()
         settings = HelperSettings([], f"127.0.0.1:{self.port}", SECRET)
-        self.helper = PeerHelper(settings, (self.memory.fd, 0, blocks * size), self.answer, self.lent.clear)
+        self.helper = HelperProcess(settings, (self.memory.fd, 0, blocks * size), self.answer, self.lent.clear)
 
     def block(self, number: int) -> memoryview:
         return self.memory.buffer[number * self.size : (number + 1) * self.size]
@@ -131,7 +131,7 @@ class Lender:
 class Reader:
     def __init__(self, *ports: int, secret: bytes = SECRET) -> None:
         settings = HelperSettings([f"127.0.0.1:{port}" for port in ports], "", secret)
-        self.helper = PeerHelper(settings, (-1, 0, 0), lambda *_: None, lambda: None)
+        self.helper = HelperProcess(settings, (-1, 0, 0), lambda *_: None, lambda: None)
         self.stores = [PeerStore(self.helper, number) for number in range(len(ports))]
         self._memory = PoolMemory.create(BLOCKS * SIZE, "reader")
         self.pool = self._memory.buffer
@@ -229,7 +229,7 @@ def test_what_is_wrong_with_a_peer_is_said_of_each(lender: Lender, full: int, ca
         closed: f"{closed} cannot be reached: nothing listens there",
         silent: f"{silent} cannot be reached: its host does not answer",
     }
-    helper = PeerHelper(HelperSettings(list(expected), "", SECRET + b"!"), (-1, 0, 0), lambda *_: None, lambda: None)
+    helper = HelperProcess(HelperSettings(list(expected), "", SECRET + b"!"), (-1, 0, 0), lambda *_: None, lambda: None)
     stores = [PeerStore(helper, number) for number in range(len(expected))]
 
     def problems() -> dict[str, str]:
@@ -778,7 +778,7 @@ def test_nobody_waits_for_a_helper_that_cannot_be_started(nixl: None, monkeypatc
 
 
 def test_a_helper_says_why_it_cannot_work_though_the_sentence_is_cut_in_a_character() -> None:
-    helper = object.__new__(PeerHelper)
+    helper = object.__new__(HelperProcess)
     helper._start_ended = threading.Event()
     helper._received(frame(STARTED, 0, 0, "It has no größeren".encode()[:13]))
     assert (helper.up, helper.problem) == (False, "It has no gr\ufffd")
