@@ -83,7 +83,7 @@ class PeerServer:
         self._lent: dict[tuple[bytes, int], PeerLease] = {}
         """Leases by the peer's route and the id of its request, in the order of their deadlines."""
         self._window_at = self._spent_s = 0.0
-        """When the current window began, and the loop's time that peers have used in it: see ``LOOP_SHARE``."""
+        """Begin of the current window, and the loop's time that peers have used in it: see ``LOOP_SHARE``."""
         self.asked_keys = self.found_keys = self.lent_blocks = self.served_bytes = self.pinned_bytes = self.refused = 0
 
     @property

@@ -240,7 +240,7 @@ class DiskMap:
                 del self.readable_by_tag[group.tag]
         self.last_number = len(samples)
         self.by_number = {known.number: known for known in self.readable_by_tag.values()}
-        is_known = np.zeros(self.last_number + 1, np.bool_)  # by the group's number; 0 is none
+        is_known = np.zeros(self.last_number + 1, np.bool_)  # by the number of the group
         is_known[list(self.by_number)] = True
         gone: list[int] = []  # slots whose records are cleared
         for number, region in self.regions.items():

@@ -136,7 +136,7 @@ class Raise(Question):
     """Time until which a peer is asked again."""
     ended: bool = False
     problem: str = ""
-    """Why it has not succeeded, a sentence; empty if it has."""
+    """Reason why it has not succeeded, a sentence; empty if it has."""
 
     def run(self, asker: AskingThread) -> int | Exception:
         """Return the raised generation, or the failure; ``Unfollowed`` if the peer is to be asked again."""

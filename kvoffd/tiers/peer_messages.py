@@ -39,7 +39,7 @@ _FRAME_BYTES = 10
 
 
 FIND, PIN, RELEASE, READ, FREE, REPLY, CONNECT, FOLLOW = range(8)
-"""Kinds of frames to the helper. FIND, PIN, RELEASE and FOLLOW go on to a peer, whose helper has them in a REQUEST."""
+"""Kinds of frames to the helper. It sends FIND, PIN, RELEASE and FOLLOW to a peer, where they come in a REQUEST."""
 ANSWER, DONE, FAILED, REQUEST, STARTED, BEAT = range(16, 22)
 """Kinds of frames from the helper."""
 

@@ -233,7 +233,7 @@ class _Piece:
 
 
 class _Part:
-    """What one read of the helper brings: spans of pieces, each with its begin in the piece and its length.
+    """The spans of pieces that one read of the helper brings, each with its begin in the piece and its length.
 
     Attributes:
         call: the read, once it has begun.
