@@ -217,7 +217,7 @@ class DiskTier(Tier):
         if (slot := self._take(known.slot_bytes)) is None:
             return False
         assert all(block.checksums), "without checksums, a damaged block could not be detected"
-        if not known.number:
+        if not known.number:  # only now that there is a slot, since blocks of another geometry go
             self._add_group(known)
         where = slot, self._map.offset(slot), known.slot_bytes, known.padded
         self._map.pin([slot])  # until ``_write_ended``

@@ -611,6 +611,7 @@ def unbroken_interfaces() -> Iterator[set[str]]:
         with suppress(OSError):  # no more, or more than the kernel keeps
             while data := changes.recv(1 << 16):
                 while data:
+                    # Of a message about an address the index is at the same place, and the flags are not used.
                     nbytes, kind, index, flags = struct.unpack_from("IH14xiI", data)
                     is_up = flags & UP_AND_RUNNING == UP_AND_RUNNING
                     if kind in (RTM_DELLINK, RTM_DELADDR) or (kind == RTM_NEWLINK and not is_up):

@@ -479,7 +479,8 @@ def open_redis(url: str, credentials: Credentials) -> Callable[[], Store]:
     parts = urlsplit(url)
     host, port, database = parts.hostname or "", parts.port or 6379, int(parts.path.strip("/") or 0)
     tls = parts.scheme.startswith("rediss")
-    ttl_s = ceil(sum(map(parse_duration, parse_qs(parts.query).get("ttl", ())[-1:])))
+    ttls = parse_qs(parts.query).get("ttl")
+    ttl_s = ceil(parse_duration(ttls[-1])) if ttls else 0
     if parts.scheme.endswith("+cluster"):
         servers, masters = Servers(name_of((host, port))), Masters()
         return lambda: RedisCluster(host, port, credentials, servers, masters, tls=tls, ttl_s=ttl_s)

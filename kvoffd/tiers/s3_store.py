@@ -262,8 +262,12 @@ class S3(Store):
 
     async def _there(self, names: Sequence[bytes]) -> list[bool]:
         """Return which of a chain's names exist: see ``touch``."""
-        ends = await self._heads([*names[:1], *names[1:][-1:]])
-        return [ends[0], *await self._heads(names[1:-1]), *ends[1:]] if any(ends) else [False] * len(names)
+        if len(names) < 3:
+            return await self._heads(names)
+        first, last = await self._heads([names[0], names[-1]])
+        if not (first or last):
+            return [False] * len(names)
+        return [first, *await self._heads(names[1:-1]), last]
 
     def get(self, requests: Sequence[GetRequest], patience_s: float) -> Iterator[Received | StoreError | None]:
         assert self._loop is not None
