@@ -265,7 +265,8 @@ class SharedTier(Tier):
         return bool(self.name) and not self.breaker.open and not self.closed
 
     def takes(self, group: BlockGroup, key: bytes) -> bool:
-        # Blocks of a namespace that was reset on all nodes belong to the earlier generation until they are dropped.
+        # Of a namespace that was reset on all nodes the pool's blocks are void until they are dropped here. (Those that
+        # are too large for a store are not wanted.)
         return group.fingerprint not in self.generations.voided
 
     def refuses_writes(self) -> bool:

@@ -195,7 +195,8 @@ class Tier(ABC):
         return False
 
     def takes(self, group: BlockGroup, key: bytes) -> bool:
-        """Return whether ``write`` accepts a block like this at some time: it is not too large for the tier."""
+        """Return whether ``write`` accepts a block like this at some time: it is neither too large for the tier nor
+        void."""
         return True
 
     def is_down(self) -> bool:
