@@ -192,8 +192,7 @@ class DiskTier(Tier):
         if end.fault is not None:
             self._error(end.fault, end.sentence)
         if is_current and end.result in (Result.GONE, Result.CORRUPT, Result.FAILED):  # it would fail again
-            self._clearing.drop([job.slot])
-            self._clearing.clear_slots([job.slot])
+            self._clearing.free([job.slot])
         if end.result is Result.DONE:
             self._map.mark_read(job.slot)
             self.counters.read_blocks += 1
@@ -316,10 +315,9 @@ class DiskTier(Tier):
         # Of whatever geometry: after a restart no rank may have registered yet, and ``group`` has no lengths.
         known = self._map.readable_by_tag.get(group.tag)
         slots = [] if known is None else self._map.slots_of(known.group, list(dict.fromkeys(keys)))
-        self._clearing.drop(slots)
         for key in keys:
             self._writing.pop((group.tag, key), None)  # the block is dropped at the end of the write
-        self._clearing.clear_slots(slots)
+        self._clearing.free(slots)
 
     def remove_all(self, fingerprint: bytes | None) -> int:
         self._clearing.clear_to_overwrite()

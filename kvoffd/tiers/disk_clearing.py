@@ -103,6 +103,11 @@ class Clearing:
         for known, keys in self._map.drop(slots):
             self._on_dropped(known.group, keys)
 
+    def free(self, slots: Sequence[int], *, is_void: bool = False) -> IndexWrite:
+        """Do all three steps for the blocks of slots: see the top of this file."""
+        self.drop(slots)
+        return self.clear_slots(slots, is_void=is_void)
+
     def clear_slots(self, slots: Sequence[int], *, is_void: bool = False) -> IndexWrite:
         """Clear the records of slots, then free them."""
         self._map.pin(slots)  # no write may take one now: its new record could be cleared
@@ -131,8 +136,7 @@ class Clearing:
             return
         batches, is_void = self._freeing[0]
         if slots := next(batches, None):
-            self.drop(slots)
-            self._running = self.clear_slots(slots, is_void=is_void)
+            self._running = self.free(slots, is_void=is_void)
             return
         if slots is None:  # an empty batch only lets others have their turn
             self._freeing.popleft()
