@@ -38,7 +38,7 @@ HANG_TIMEOUT_S = 10.0
 _MIN_PAUSE_S, _MAX_PAUSE_S = 1.0, 60.0
 """Pause after a failed write, doubled up to the latter."""
 _PUT_ASIDE_DIVISOR = 100
-"""Least number of the tier's blocks for each slot that stays unused for good after a failed write."""
+"""A slot to which a write failed stays unused for good, if the tier has this many blocks for each such slot."""
 FULL_PART = 15 / 16
 """The tier counts as full from this part of the bytes held at the last eviction: with regions of several sizes, some
 never fill up."""

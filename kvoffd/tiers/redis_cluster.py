@@ -40,10 +40,11 @@ SLOTS = 16_384
 DOWN_PAUSE_S = 2.0
 """Pause before a failed master, or slots without an owner, are tried again."""
 AGAIN_S, TLS_AGAIN_S, AGAIN_FACTOR = 0.05, 0.2, 3
-"""Time to connect to such a master, since the same thread asks the others; and more for masters that are far away: this
-factor of what the fastest took."""
+"""Time to connect again to a master that failed, without and with TLS: short, since the same thread asks the others. It
+is more if all masters are far away: this factor of what the fastest took."""
 FIND_S = 2.0
-"""Time for connecting to all masters, in equal parts, and after which no other server is asked for them."""
+"""Time for connecting to all masters, in equal parts; and for finding out who they are, after which no further server is
+asked."""
 RAISE_PAUSE_S = 60.0
 """Pause before a lost copy of a generation is written again, if this node may not write it."""
 MAX_MASTERS = 256
