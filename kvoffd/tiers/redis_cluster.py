@@ -43,7 +43,7 @@ AGAIN_S, TLS_AGAIN_S, AGAIN_FACTOR = 0.05, 0.2, 3
 """Time to connect again to a master that failed, without and with TLS: short, since the same thread asks the others. It
 is more if all masters are far away: this factor of what the fastest took."""
 FIND_S = 2.0
-"""Time for connecting to all masters, in equal parts; and for finding out who they are, after which no further server is
+"""Time for connecting to all masters, in equal parts; and for learning who they are, after which no more servers are
 asked."""
 RAISE_PAUSE_S = 60.0
 """Pause before a lost copy of a generation is written again, if this node may not write it."""
