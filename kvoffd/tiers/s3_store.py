@@ -42,6 +42,7 @@ REQUEST_S = 30.0
 GENERATION_S = 5.0
 """Time for which a generation is cached: a fleet-wide reset takes effect within it."""
 MAX_GENERATIONS = 1024
+"""Generations that are cached, and ETags of their objects; with one more, the others are forgotten."""
 LISTED_FROM = 13
 """Namespaces from which on their generations are listed in one request: AWS charges a LIST as 12.5 GETs."""
 MAX_LISTED = 1000
