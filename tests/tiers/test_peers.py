@@ -497,7 +497,7 @@ def test_an_id_that_a_peer_repeats_keeps_no_later_one_from_being_forgotten(monke
         clock.return_value = now
         messages = [[b"route", bytes([PIN]), ident.to_bytes(8, "little"), b""] for ident in idents]
         helper._drop_expired(now)
-        helper._requests(router)
+        helper._pass_requests(router)
     assert list(helper._lent_until) == [(b"route", 1)]
 
 
