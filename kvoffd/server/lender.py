@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import islice, takewhile
+from itertools import islice
 
 import msgspec
 import numpy as np
@@ -40,6 +40,8 @@ LEASE_S = 10.0
 """Time after which what a peer has not returned is not lent any more. It must have read and checked it before."""
 MAX_LEASES, MAX_LEASES_EACH = 256, 16
 """Leases of all peers, and of one connection. A request beyond them gets no blocks."""
+OVERDUE_AT_ONCE = 64
+"""Leases that one tick ends."""
 LENT_SHARE = 1 / 8
 """Share of the pool that all peers together may pin."""
 LOOP_SHARE, WINDOW_S = 0.25, 0.25
@@ -48,6 +50,8 @@ LOOP_SHARE, WINDOW_S = 0.25, 0.25
 
 @dataclass(slots=True, eq=False)
 class PeerLease:
+    """Blocks that one PIN has borrowed: they are pinned. ``nbytes``: of their slots."""
+
     blocks: BlockIds
     nbytes: int
     deadline: float
@@ -77,7 +81,9 @@ class PeerServer:
         self._cache, self._clock, self._is_saved, self._generations = cache, clock, is_saved, generations
         self._most_bytes = int(LENT_SHARE * cache.slots.pool_bytes)
         self._lent: dict[tuple[bytes, int], PeerLease] = {}
+        """Leases by the peer's route and the id of its request, in the order of their deadlines."""
         self._window_at = self._spent_s = 0.0
+        """Begin of the current window, and the loop's time that peers have used in it: see ``LOOP_SHARE``."""
         self.asked_keys = self.found_keys = self.lent_blocks = self.served_bytes = self.pinned_bytes = self.refused = 0
 
     @property
@@ -88,7 +94,8 @@ class PeerServer:
         """Answer one request, with nothing if it is not valid; None for one without an answer."""
         began = self._clock()
         if kind == RELEASE:
-            self._end([(route, ident)] if (route, ident) in self._lent else [])
+            if (route, ident) in self._lent:
+                self._end([(route, ident)])
             return None
         if began >= self._window_at + WINDOW_S:
             self._window_at, self._spent_s = began, 0.0
@@ -118,25 +125,26 @@ class PeerServer:
         return group if group.lengths and not group.retired else None
 
     def _hear(self, fingerprint: bytes, generation: int) -> None:
-        """Follow a generation that a peer has, if it is higher. Raises ValueError for what is no fingerprint."""
+        """Follow a fleet generation that a peer has, if it is higher. Raises ValueError for what is no fingerprint."""
         if len(fingerprint) != FINGERPRINT_BYTES:
             raise ValueError
         if len(self._generations.voided) < MAX_VOIDED:
             self._generations.hear(fingerprint, generation)
 
     def _follow(self, wanted: Follow) -> bytes:
+        """Return the reply, see ``Follow``. The blocks are dropped later: until then the peer is told that they are
+        not, and asks again."""
         count = len(wanted.others) // FINGERPRINT_BYTES
         if len(wanted.others) % FINGERPRINT_BYTES or count > MAX_FOLLOWED:
             raise ValueError
         self._hear(wanted.fingerprint, wanted.generation)
         places = range(0, len(wanted.others), FINGERPRINT_BYTES)
         others = [wanted.others[at : at + FINGERPRINT_BYTES] for at in places]
-        # Until then a kill would bring the blocks back.
-        is_saved, generations = self._is_saved(), self._generations
+        is_saved, generations = self._is_saved(), self._generations  # until then a kill would bring the blocks back
         if wanted.cleared_at and len(generations.voided) < MAX_VOIDED:
             generations.void_before(wanted.fingerprint, wanted.generation, wanted.cleared_at)
         elif wanted.cleared_at:
-            is_saved = False  # whether this clear was carried out is not known: the peer tells it again
+            is_saved = False  # too many clears wait, so this one is not noted: the peer tells it again
         return b"".join(
             generations.fleet(one).to_bytes(GENERATION_BYTES, "little")
             + bytes([is_saved and one not in generations.voided])
@@ -144,6 +152,7 @@ class PeerServer:
         )
 
     def _find(self, wanted: Find) -> bytes:
+        """Return the reply, see ``Find``."""
         count = _count_keys(wanted, MAX_KEYS)
         self._hear(wanted.fingerprint, wanted.generation)
         group = self._group(wanted)
@@ -160,6 +169,7 @@ class PeerServer:
         return generation + there
 
     def _pin(self, route: bytes, ident: int, request: Pin) -> bytes:
+        """Lend the blocks that may be lent; return the reply, see ``Pinned``."""
         wanted, ranks = request.wanted, len(request.lengths)
         count = _count_keys(wanted, min(MAX_BLOCKS, MAX_SHARDS // max(1, ranks)))
         self._hear(wanted.fingerprint, wanted.generation)
@@ -192,11 +202,13 @@ class PeerServer:
         return reply
 
     def _may_lend(self, route: bytes, ident: int) -> bool:
+        """Return whether a peer may have one more lease, and peers have time left in this window."""
         each = sum(one == route for one, _ in self._lent)
         may = len(self._lent) < MAX_LEASES and each < MAX_LEASES_EACH and (route, ident) not in self._lent
         return may and self._spent_s <= LOOP_SHARE * WINDOW_S
 
     def _lendable_blocks(self, block_bytes: int) -> int:
+        """Return how many blocks of this size may be lent in one more lease."""
         # What is reserved counts as free: a slow source may reserve all, and peers have a part for some seconds.
         left = min(self._most_bytes - self.pinned_bytes, self._cache.leases.pinnable_bytes)
         # One block at a time is lent even if it is larger than the limit: it could never be read otherwise.
@@ -204,7 +216,7 @@ class PeerServer:
 
     def _lend(self, route: bytes, ident: int, blocks: BlockIds, nbytes: int) -> None:
         self._cache.blocks.pin(blocks)
-        self._cache.order.share(blocks)
+        self._cache.order.share(blocks)  # a peer's prompts use them too
         self._lent[route, ident] = PeerLease(blocks, nbytes, self._clock() + LEASE_S)
         self.pinned_bytes += nbytes
         self.lent_blocks += len(blocks)
@@ -216,9 +228,10 @@ class PeerServer:
             self._cache.life.unpin(lent.blocks)
 
     def tick(self) -> None:
-        """End overdue leases."""
+        """End overdue leases, some at a time."""
         now = self._clock()
-        self._end([one for one, _ in takewhile(lambda item: item[1].deadline <= now, islice(self._lent.items(), 64))])
+        oldest = islice(self._lent.items(), OVERDUE_AT_ONCE)
+        self._end([one for one, lease in oldest if lease.deadline <= now])
 
     def end_all(self) -> None:
         """End all leases: the helper is gone, and with it all that reads here."""

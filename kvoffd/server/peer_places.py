@@ -14,7 +14,7 @@ from math import inf
 
 from kvoffd.tiering.promotion_source import PromotionSource
 from kvoffd.tiers.peer_names import PeerName, Resolved
-from kvoffd.tiers.peer_process import PeerHelper
+from kvoffd.tiers.peer_process import HelperProcess
 from kvoffd.tiers.shared import SharedTier
 from kvoffd.tiers.tier import PEER
 
@@ -67,7 +67,7 @@ class PeerPlaces:
 
     def __init__(
         self,
-        helper: PeerHelper,
+        helper: HelperProcess,
         names: Sequence[PeerName],
         fixed: Collection[str],
         replace_source: Callable[[PromotionSource], PromotionSource],
@@ -89,7 +89,8 @@ class PeerPlaces:
 
     @property
     def listed(self) -> list[SharedTier]:
-        """The connected nodes behind names, which are asked for whatever is missing; without those that have left."""
+        """Tiers of the connected nodes behind names, which are asked for whatever is missing; without those that no
+        name has any more and that do not answer."""
         its = (place.tier for place in self._places if place.tier.name and not place.tier.only_named)
         return [tier for tier in its if tier.name in self._addresses or tier.available()]
 
@@ -104,23 +105,23 @@ class PeerPlaces:
                 return address
         return ""
 
-    def give(self, address: str, *, only_named: bool = True) -> str:
+    def give(self, address: str, *, only_named: bool) -> str:
         """Have a peer be connected that a request names. It gets an empty place, or else that of the peer that has not
         been used for longest, of those that were not named recently and are not being used.
 
-        Return its tier's name; empty if all places are taken.
+        Return its tier's name; empty if all places are taken. ``only_named``: see ``Tier``.
         """
         now, name = self._clock(), f"{PEER}{address}"
         if (place := next((place for place in self._places if place.tier.name == name), None)) is None:
             may_go = (place for place in self._places if not place.tier.name or now >= place.since + KEPT_S)
             place = min(filter(self._is_free, may_go), key=_order_to_go, default=None)
-            if place is None or not self._connect(place, address, only_named=only_named):
+            if place is None or not self._assign(place, address, only_named=only_named):
                 return ""
         place.since, place.tier.only_named = now, only_named
         return name
 
     def resolved(self, number: int, answer: Resolved) -> None:
-        """Take the nodes that a name has now. After a failure those that it had are kept."""
+        """Take the answer about the name of this number. After a failure the nodes that it had are kept."""
         one = self.lists[number]
         one.problem = answer.problem
         if answer.addresses is None:
@@ -150,22 +151,24 @@ class PeerPlaces:
             # Some names answer with a few of their nodes, others each time: one that answers stays for a while.
             has_left = not place.tier.available() or now >= place.listed_at + EXCHANGE_S
             if has_left and self._is_free(place):
-                self._connect(place, "", only_named=True)
+                self._assign(place, "", only_named=True)
 
     def _exchange(self, place: PeerPlace, now: float) -> None:
-        """Give a place to a node behind a name that has none. Of nodes that answer one goes in EXCHANGE_S."""
+        """Give a place that may go to a node behind a name that has none. Of nodes that answer one goes in
+        EXCHANGE_S."""
         taken = {other.tier.name for other in self._places}
         others = [address for name, address in self._addresses.items() if name not in taken]
         answers = place.tier.available()
         if not others or (answers and now < self._exchange_at):
             return
-        if self._connect(place, self._rng.choice(others), only_named=False):
+        if self._assign(place, self._rng.choice(others), only_named=False):
             place.since = place.listed_at = now
             if answers:
                 self._exchange_at = now + EXCHANGE_S
 
     def _may_go(self, place: PeerPlace, now: float) -> bool:
-        """Return whether a place may be given to another node behind a name."""
+        """Return whether a place may be given to a node behind a name: it is empty, or its peer was not used for
+        long."""
         if not place.tier.name:
             return True
         least_s = EXCHANGE_S if place.tier.available() else DARK_S
@@ -175,8 +178,8 @@ class PeerPlaces:
         """Return whether nothing is being asked of, or read from, the peer of a place."""
         return place.source.idle and place.tier.idle and not self._helper.has_reads(place.number)
 
-    def _connect(self, place: PeerPlace, address: str, *, only_named: bool) -> bool:
-        """Give a place to another peer, or to none; return False if the helper has no time."""
+    def _assign(self, place: PeerPlace, address: str, *, only_named: bool) -> bool:
+        """Give a place to another peer, or to none for an empty address; return False if the helper has no time."""
         if not self._helper.connect(place.number, address):
             return False
         place.tier.become(f"{PEER}{address}" if address else "")

@@ -19,7 +19,7 @@ from kvoffd.tiering.tiering import Tiering
 from kvoffd.tiers.peer_caller import Calls, PeerCaller
 from kvoffd.tiers.peer_messages import HelperSettings
 from kvoffd.tiers.peer_names import NameResolver, PeerName, Resolved
-from kvoffd.tiers.peer_process import PeerHelper, read_secret
+from kvoffd.tiers.peer_process import HelperProcess, read_secret
 from kvoffd.tiers.peer_store import PeerStore
 from kvoffd.tiers.shared import SharedTier
 from kvoffd.tiers.store import Store
@@ -27,7 +27,7 @@ from kvoffd.tiers.tier import PEER
 
 
 class Peers:
-    """The configured peers. For the service's thread, except ``_asked`` and ``_left``.
+    """The configured peers. For the daemon's thread, except ``_on_request`` and ``_on_helper_end``.
 
     Attributes:
         tiers: of those that are configured by themselves.
@@ -43,7 +43,7 @@ class Peers:
         self._config, self._cache, self._pool = config, cache, pool
         self._clock, self._post, self._state = clock, post, state
         self.tiers: list[SharedTier] = []
-        self.helper: PeerHelper | None = None
+        self.helper: HelperProcess | None = None
         self.server: PeerServer | None = None
         self.places: PeerPlaces | None = None
         peers = list(map(parse_peer, config.peers))
@@ -51,7 +51,7 @@ class Peers:
         """Host and address of each peer that is a single node."""
         self.networks = {peer.text: (peer.host, peer.port) for peer in peers if not isinstance(peer.host, str)}
         self._names = [PeerName(peer.text, str(peer.host), peer.port) for peer in peers if peer.has_many]
-        """Names with several nodes."""
+        """Names with several nodes. What is told by a number of a name counts in this list."""
         self._resolver: NameResolver | None = None
         self._caller: PeerCaller | None = None
 
@@ -68,7 +68,7 @@ class Peers:
             self.server = PeerServer(self._cache, self._clock, lambda: self._state.is_saved, generations)
         secret = read_secret(config.peer_secret_file)
         settings = HelperSettings(peer_addresses(config.peers), config.peer_listen, secret)
-        self.helper = PeerHelper(settings, self._pool.place, self._asked, self._left)
+        self.helper = HelperProcess(settings, self._pool.place, self._on_request, self._on_helper_end)
         if self._names:
             self._caller = PeerCaller(self._names, config.peer_listen, secret)
 
@@ -108,8 +108,8 @@ class Peers:
             self._resolver = NameResolver(self._names, self._config.peer_listen, every_s, answered)
 
     def at(self, host: str) -> str:
-        """Return the name of a peer's tier; empty if it is neither configured, nor in a network or behind a name that
-        is, or all places are taken."""
+        """Return the name of the tier of the peer at a host that a request names, and have it connected. Empty if the
+        peer is neither configured, nor in a network or behind a name that is, or all places are taken."""
         host = host.strip("[]").lower()
         if (peer := next((peer for name, peer in self._single if name == host), None)) is not None:
             return f"{PEER}{peer}"
@@ -118,11 +118,11 @@ class Peers:
         with suppress(ValueError):
             address = ip_address("" if "%" in host else host)  # a zone is one of another machine
             shown = str(address) if address.version == 4 else f"[{address}]"
-            if listed := places.find(shown):
+            if listed := places.find(shown):  # behind a name: asked for other requests too
                 return places.give(listed, only_named=False)
             for network, port in self.networks.values():
                 if address in network:
-                    return places.give(f"{shown}:{port}")
+                    return places.give(f"{shown}:{port}", only_named=True)
         return ""
 
     def call(self, fingerprint: bytes, generation: int, cleared_at: int) -> Calls:
@@ -133,8 +133,8 @@ class Peers:
         known = [[*one.addresses] for one in self.places.lists]
         return self._caller.call(fingerprint, generation, cleared_at, known)
 
-    def _asked(self, route: bytes, ident: int, kind: int, payload: bytes) -> None:
-        """Pass a peer's request to the service's thread. Called in the helper's thread."""
+    def _on_request(self, route: bytes, ident: int, kind: int, payload: bytes) -> None:
+        """Answer a peer's request in the daemon's thread. Called in the thread that receives from the helper."""
         server, helper = self.server, self.helper
         if server is None or helper is None:
             return
@@ -145,8 +145,8 @@ class Peers:
 
         self._post(answer)
 
-    def _left(self) -> None:
-        """End what peers have borrowed, after the helper has ended. Called in the helper's thread."""
+    def _on_helper_end(self) -> None:
+        """End what peers have borrowed. Called in the thread that receives from the helper."""
         if (server := self.server) is not None:
             self._post(server.end_all)
 

@@ -14,7 +14,8 @@ from operator import eq
 from pathlib import Path
 from uuid import UUID
 
-_MAX_BUFFERS = 1024  # IOV_MAX
+_MAX_BUFFERS = 1024
+"""Buffers of one preadv or pwritev: the kernel's IOV_MAX."""
 
 
 class FileCalls:
@@ -69,7 +70,7 @@ class FileCalls:
 
 
 class OnError:
-    """Calls ``undo`` if the ``with`` block raises. A class: a generator takes twice as long, and stores use it."""
+    """Calls ``undo`` if the ``with`` block raises."""
 
     def __init__(self, undo: Callable[[], object]) -> None:
         self._undo = undo
@@ -134,10 +135,8 @@ def is_regular(status: os.stat_result) -> bool:
 
 
 def begins_as(content: bytes, magic: bytes) -> bool:
-    """Return whether a file that begins with ``content`` is one of the daemon's, perhaps damaged.
-
-    A damaged one still has 3/4 of the magic's bytes, and is longer than the magic.
-    """
+    """Return whether a file that begins with ``content`` is one of the daemon's, perhaps damaged: 3/4 of the magic's
+    bytes are right. A file as short as a magic could be anybody's, and has all of it."""
     matches = sum(map(eq, content, magic))
     return matches == len(magic) or (len(content) > len(magic) and matches >= len(magic) * 3 // 4)
 
@@ -180,16 +179,20 @@ def held_bytes(status: os.stat_result) -> int:
 
 def read_all(calls: FileCalls, fd: int, buffers: Sequence[memoryview], offset: int) -> None:
     """Fill the buffers from ``offset`` on. Raises OSError; ShortRead if the file ends too early."""
-    end = _move_all(calls.read, fd, buffers, offset)
-    if end < offset + sum(map(len, buffers)):
-        raise ShortRead(0, f"the file ends at offset {end}")
+    rest = [buffer for buffer in buffers if len(buffer)]
+    while rest:
+        if not (count := calls.read(fd, rest[:_MAX_BUFFERS], offset)):
+            raise ShortRead(0, f"the file ends at offset {offset}")
+        offset, rest = offset + count, drop_bytes(rest, count)
 
 
 def write_all(calls: FileCalls, fd: int, buffers: Sequence[memoryview], offset: int) -> None:
     """Write the buffers from ``offset`` on. Raises OSError."""
-    end = _move_all(calls.write, fd, buffers, offset)
-    if end < offset + sum(map(len, buffers)):
-        raise OSError(0, f"nothing was written at offset {end}")
+    rest = [buffer for buffer in buffers if len(buffer)]
+    while rest:
+        if not (count := calls.write(fd, rest[:_MAX_BUFFERS], offset)):
+            raise OSError(0, f"nothing was written at offset {offset}")
+        offset, rest = offset + count, drop_bytes(rest, count)
 
 
 def aligned_buffer(nbytes: int) -> memoryview:
@@ -200,17 +203,6 @@ def aligned_buffer(nbytes: int) -> memoryview:
 def address_of(buffer: memoryview) -> int:
     """Return the address of a writable buffer; 0 for an empty one."""
     return ctypes.addressof(ctypes.c_char.from_buffer(buffer)) if len(buffer) else 0
-
-
-def _move_all(
-    move: Callable[[int, Sequence[memoryview], int], int], fd: int, buffers: Sequence[memoryview], offset: int
-) -> int:
-    """Call ``move`` until all buffers are done or it returns 0; return the offset where it ended."""
-    left = [buffer for buffer in buffers if len(buffer)]
-    while left and (count := move(fd, left[:_MAX_BUFFERS], offset)):
-        offset += count
-        left = drop_bytes(left, count)
-    return offset
 
 
 def drop_bytes(buffers: list[memoryview], count: int) -> list[memoryview]:

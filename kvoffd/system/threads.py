@@ -114,7 +114,10 @@ class TaskThread:
 
 
 class Workers(Generic[T, R]):
-    """A queue of tasks with daemon threads. Each task ends exactly once.
+    """A queue of tasks with daemon threads. Each task ends exactly once: ``on_end`` is called with its result.
+
+    A task is in one of three places: ``_waiting``, ``_running``, or ``_ended`` until its end is handled. All are
+    changed under one lock, but for ``_ended``, which the daemon's thread empties without it.
 
     Args:
         name: prefix of the threads' names.
@@ -149,23 +152,29 @@ class Workers(Generic[T, R]):
         self._changed = threading.Condition(lock)
         self._idle = threading.Condition(lock)
         self._waiting: deque[T] = deque()
-        self._running: dict[int, tuple[float, list[T]]] = {}  # by thread: start time, and tasks that have not ended
+        self._running: dict[int, tuple[float, list[T]]] = {}
+        """Start time of each thread's batch, and its tasks that have not ended, by the thread's number."""
         self._ended: deque[tuple[T, R]] = deque()
-        self._posted = False  # _deliver_some is posted, and has not run
-        self._woken = False  # a thread was woken, and has not looked at the queue yet
+        self._posted = False
+        """Whether ``_deliver`` is posted, and has not run."""
+        self._woken = False
+        """Whether a thread was woken, and has not looked at the queue yet: no other is woken until then. If it leaves
+        tasks, it wakes the next one itself. So a batch has what was put together, and few threads wake for nothing."""
         self._stopped = False
         self._nice = nice
         self._start()
 
     def _start(self) -> None:
-        """Start the threads. Tests replace it, and do the threads' work themselves."""
+        """Start the threads. Simulations replace it, and do with ``_begin`` and ``_do`` what a thread does."""
         works = ((f"{self._name}-{number}", partial(self._run, number)) for number in range(len(self._works)))
         self._threads = AbandonableThreads(works, self._stop, self._nice)
 
     def put(self, task: T) -> None:
         with self._changed:
             self._waiting.append(task)
-            self._wake_one()
+            if not self._woken:
+                self._woken = True
+                self._changed.notify()
 
     def end(self, result: R, which: Callable[[T], bool] = lambda task: True) -> int:
         """End queued tasks with this result, in the calling thread; return their number."""
@@ -210,7 +219,8 @@ class Workers(Generic[T, R]):
         Returns False if a task still hangs at ``until`` (``time.monotonic``); then it may be called again.
         """
         idle = self._wait_idle(until)
-        self._deliver(len(self._ended))
+        while self._ended:
+            self._finish(*self._ended.popleft())
         if not idle:
             return False
         self._stop()
@@ -227,16 +237,14 @@ class Workers(Generic[T, R]):
             self._stopped = True
             self._changed.notify_all()
 
-    def _deliver_some(self) -> None:
+    def _deliver(self) -> None:
+        """Handle some ends, in the daemon's thread, and post itself for the others."""
         self._posted = False
-        self._deliver(min(ENDED_AT_ONCE, len(self._ended)))
+        for _ in range(min(ENDED_AT_ONCE, len(self._ended))):
+            self._finish(*self._ended.popleft())
         if self._ended:
             self._posted = True
-            self._post(self._deliver_some)
-
-    def _deliver(self, count: int) -> None:
-        for _ in range(count):
-            self._finish(*self._ended.popleft())
+            self._post(self._deliver)
 
     def _finish(self, task: T, result: R) -> None:
         try:
@@ -254,26 +262,23 @@ class Workers(Generic[T, R]):
                     self._changed.wait()
                     continue
                 if self._waiting:
-                    self._wake_one()
+                    self._woken = True
+                    self._changed.notify()
             self._do(number, tasks)
 
-    def _wake_one(self) -> None:
-        """Wake a thread, unless one was woken that has not looked yet: if that leaves tasks, it wakes the next."""
-        if not self._woken:
-            self._woken = True
-            self._changed.notify()
-
     def _begin(self, number: int) -> list[T]:
+        """Take a thread's next batch, under the lock; empty if nothing waits."""
         tasks = self._take(self._waiting) if self._waiting else []
         if tasks:
             self._running[number] = self._clock(), tasks
         return tasks
 
     def _do(self, number: int, tasks: list[T]) -> None:
+        """Run a batch, in the thread. ``tasks`` is the list in ``_running``: those that have ended leave it."""
         try:
             for result in self._works[number](tasks.copy()):
                 self._end_first(tasks, [result])
-            assert not tasks
+            assert not tasks, "the work yielded too few results"
         except Exception as error:
             self._end_first(tasks, [self._failed(error)] * len(tasks))
         with self._changed:
@@ -285,9 +290,9 @@ class Workers(Generic[T, R]):
         """End the first tasks of a batch with these results."""
         with self._changed:
             self._ended.extend([(tasks.pop(0), result) for result in results])
-            wake, self._posted = not self._posted, True
-        if wake:
-            self._post(self._deliver_some)
+            must_post, self._posted = not self._posted, True
+        if must_post:
+            self._post(self._deliver)
 
     def _notify_idle(self) -> None:
         if not self._waiting and not self._running:

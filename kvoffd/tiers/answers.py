@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import compress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +30,7 @@ YES_S, NO_S, HIDDEN_S = 2.0, 1.0, 30.0
 UNKNOWN = 3
 """State of a key in addition to those of ``find``: nobody asked for it recently."""
 _IS_UNKNOWN = bytes(state == UNKNOWN for state in range(256))
+"""Table of ``bytes.translate``: 1 for UNKNOWN, 0 for each other state."""
 MAX_ASKED = 87_384
 """Keys whose answers may be outstanding. No namespace gets over three quarters of that, 65,538."""
 MAX_ANSWERS = 262_144
@@ -48,7 +49,7 @@ class Answers:
     | ASKED   | when asked    | NO_S after ``ask_deadline_s``, from which on it is ABSENT |
     | ABSENT  | until when    | at that time                                              |
 
-    An ABSENT for longer than NO_S stands whatever the store answers: the block is hidden.
+    An ABSENT for longer than NO_S is a hidden block: it stands whatever the store answers.
 
     Args:
         tier: the tier over the store.
@@ -74,13 +75,15 @@ class Answers:
         self._store, self._put = store, put
         self.asked_keys, self.is_unanswered = 0, False
         self.asked_of = Counter[bytes]()
-        self._native, self._places = native(), MAX_ANSWERS
+        self._find, self._note = native().answers_find, native().answers_note
+        self._places = MAX_ANSWERS
         self._table = np.empty((self._places + WINDOW, 2), np.uint64)
         self._table.fill(0)  # touches the pages now, not in the first lookups
         self.clear()
 
     def clear(self) -> None:
-        self._seed = os.urandom(16)  # what was noted is not found any more
+        """Forget all answers."""
+        self._seed = os.urandom(16)  # of the hash by which answers are found
 
     def find(self, group: BlockGroup, keys: Sequence[bytes], *, prefix: bool) -> Found:
         """See ``Tier.find``."""
@@ -92,14 +95,16 @@ class Answers:
         elif (gap := states.find(ABSENT)) >= 0:  # keys behind a gap are useless
             end = gap
         unknown = list(compress(range(first, end), states[first:end].translate(_IS_UNKNOWN)))
-        most = max(0, 3 * (MAX_ASKED - self.asked_keys) - self.asked_of[group.fingerprint]) // 4
+        # Three quarters of what is free and the namespace has itself, less what it has: others find a quarter free.
+        own = self.asked_of[group.fingerprint]
+        most = max(0, 3 * (MAX_ASKED - self.asked_keys + own) // 4 - own)
         if places := unknown[:most]:
             span = slice(places[0], places[-1] + 1)  # all that are unknown in it are asked for
             states[span] = states[span].replace(bytes([UNKNOWN]), bytes([ASKED]))
             asks_all = len(places) == len(keys)
             asked = keys if asks_all else list(map(keys.__getitem__, places))
             now = self.clock()
-            self._note(group.tag, asked, ASKED, now)
+            self._in_table(self._note, group.tag, asked, ASKED, now)
             self.asked_keys += len(asked)
             self.asked_of[group.fingerprint] += len(asked)
             self.tier.counters.asked_keys += len(asked)
@@ -109,7 +114,8 @@ class Answers:
         return Found(bytes(states).replace(bytes([UNKNOWN]), bytes([ABSENT])), question)
 
     def states(self, tag: int, keys: Sequence[bytes]) -> bytearray:
-        (states, at), now = self._find(tag, keys), self.clock()
+        """Return the state of each key now, by the table above."""
+        (states, at), now = self._in_table(self._find, tag, keys), self.clock()
         is_asked, ask_ends = states == ASKED, at + self.tier.ask_deadline_s
         until = np.where(is_asked, ask_ends + NO_S, np.where(states == PRESENT, at + YES_S, at))
         # An ask without an answer in time was a miss; the next lookup may ask again a little later.
@@ -119,38 +125,40 @@ class Answers:
 
     def are_believed(self, tag: int, keys: Sequence[bytes]) -> list[bool]:
         """Return whether each block existed so recently that it is not offered again, and that a read is tried."""
-        states, at = self._find(tag, keys)
+        states, at = self._in_table(self._find, tag, keys)
         believed: list[bool] = ((states == PRESENT) & (self.clock() < at + self._store.believed_s)).tolist()
         return believed
 
     def record(self, tag: int, keys: Sequence[bytes], found: Sequence[bool]) -> None:
         """Record a store's answers, but for blocks that are hidden."""
         now, there = self.clock(), np.frombuffer(bytes(found), np.bool_)
-        before, until = self._find(tag, keys)
+        before, until = self._in_table(self._find, tag, keys)
         is_hidden = (before == ABSENT) & (until > now + NO_S)
         states = np.where(there & ~is_hidden, PRESENT, ABSENT)
-        self._note(tag, keys, states, np.where(is_hidden, until, np.where(there, now, now + NO_S)))
+        at = np.where(is_hidden, until, np.where(there, now, now + NO_S))
+        self._in_table(self._note, tag, keys, states, at)
 
     def hide(self, tag: int, keys: Sequence[bytes], seconds: float) -> None:
         """Have blocks count as absent for this time; if it is longer than NO_S, whatever the store answers."""
-        self._note(tag, keys, ABSENT, self.clock() + seconds)
+        self._in_table(self._note, tag, keys, ABSENT, self.clock() + seconds)
 
-    def _find(self, tag: int, keys: Sequence[bytes]) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.float64]]:
-        """Return the state of each key, UNKNOWN if none was noted, and the time noted with it."""
-        states, at = np.full(len(keys), UNKNOWN, np.uint8), np.zeros(len(keys))
-        self._call(self._native.answers_find, tag, keys, states, at)
-        return states, at
-
-    def _note(self, tag: int, keys: Sequence[bytes], states: npt.ArrayLike, at: npt.ArrayLike) -> None:
-        each = np.full(len(keys), states, np.uint8), np.full(len(keys), at, np.float64)
-        self._call(self._native.answers_note, tag, keys, *each)
-
-    def _call(self, call: Callable[..., None], tag: int, keys: Sequence[bytes], *columns: npt.NDArray[Any]) -> None:
+    def _in_table(
+        self,
+        call: Callable[..., None],
+        tag: int,
+        keys: Sequence[bytes],
+        states: npt.ArrayLike = UNKNOWN,
+        at: npt.ArrayLike = 0.0,
+    ) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.float64]]:
+        """Have ``_note`` note a state and a time for each key, or ``_find`` find them, UNKNOWN if none was noted;
+        return them."""
+        columns = np.full(len(keys), states, np.uint8), np.full(len(keys), at, np.float64)
         if keys:
             joined, size = b"".join(keys), len(keys[0])
             assert len(joined) == len(keys) * size
             whose = self._table.ctypes.data, self._places, self._seed, tag
             call(*whose, joined, len(keys), size, *(column.ctypes.data for column in columns))
+        return columns
 
 
 @dataclass(slots=True)
@@ -205,6 +213,7 @@ class Ask(Question):
     def _ask_part(self, asker: AskingThread, keys: Sequence[bytes], deadline: float) -> tuple[int, list[bool]]:
         """Ask about some keys by this node's generation of the namespace, and again if the store's is higher. Return
         the higher one, and whether each key has a block of it."""
+        # ours: this node's generation; theirs: the store's; asked: the one whose blocks were asked for.
         group, store, fingerprint = self.group, asker.store, self.group.fingerprint
         ours = asked = asker.tier.generations.fleet(fingerprint)
         theirs, found = store.ask(stored_group(group, ours), keys, deadline, prefix=self.prefix)
@@ -221,7 +230,7 @@ class Ask(Question):
         return asked, found
 
     def end(self, answer: Answer | Exception | None) -> None:
-        """Record the answer, and pass it on."""
+        """Record the answer, and pass it on: without one, or with a void one, no key is there."""
         answers, tier, fingerprint = self.answers, self.answers.tier, self.group.fingerprint
         found = [False] * len(self.keys)
         answers.asked_keys -= len(self.keys)
@@ -239,7 +248,7 @@ class Ask(Question):
             tier.counters.unanswered_keys += len(self.keys)
         answers.is_unanswered = not isinstance(answer, Answer)
         answers.record(self.group.tag, self.keys, found)
-        if self.prefix and False in found:
+        if self.prefix and False in found:  # keys behind a gap are useless
             gap = found.index(False)
             found = [True] * gap + [False] * (len(found) - gap)
         answers.listener.answered(tier, self.group, self.keys, found, self)

@@ -8,11 +8,12 @@ from math import inf
 from typing import Any
 
 from kvoffd.tiers.block_threads import StoreThread
+from kvoffd.tiers.breaker import Work
 from kvoffd.tiers.store import StoreError, StoreFault
 from kvoffd_proto.units import format_duration
 
 ASK_PATIENCE_S = 0.08
-"""Time after an ask's deadline, at which an answer is late enough to count as a failure, until its connection is
+"""Time after an ask's deadline in which its answer is still used, but counts as a failure. After that its connection is
 closed."""
 
 
@@ -38,7 +39,7 @@ class Question(ABC):
 
 @dataclass(slots=True)
 class Answered:
-    """An answer that shows how fast the store is."""
+    """An answer whose duration shows how fast the store is."""
 
     seconds: float
 
@@ -47,23 +48,25 @@ class AskingThread(StoreThread):
     """The thread of a tier that runs its questions."""
 
     @property
-    def raising(self) -> str:
-        """Kind of work that raising a generation is: for a peer, which is only read, none that it could refuse."""
-        return "" if self.store.follows else "write"
+    def raise_work(self) -> Work | None:
+        """Kind of work that raising a generation is, for ``report``. A store may refuse it, as any write; a peer is
+        only read, and does not fail at its work if it has not followed yet."""
+        return None if self.store.follows else "write"
 
     def answered_late(self) -> None:
-        """Count an answer as a failure, of which operators hear if it opens the breaker."""
+        """Count a late answer as a failure. It is reported only if it opens the breaker: a single one is nothing."""
         if self.breaker.failed("ask"):
             limit = format_duration(self.tier.ask_deadline_s)
             why = f"{self.tier.name} answers later than {limit}, the setting shared_ask_deadline, time after time."
             self.report(StoreError(StoreFault.TIMEOUT, why))
 
     def give_back(self, fingerprint: bytes, theirs: int, ours: int, deadline: float) -> None:
-        """Raise the generation of a store that lost it, so that no node reads blocks of the older one again."""
+        """Raise the generation of a store that lost it, from ``theirs`` to ``ours``, so that no node reads blocks of
+        the older one again. Raises StoreError if the store does not answer."""
         try:
             self.store.raise_generation(fingerprint, theirs, ours, deadline)
         except StoreError as error:
             if not error.kind.is_answer:
                 raise
             if error.kind is not StoreFault.UNKEPT:  # else the peer has followed, and lends what is safe
-                self.report(error, self.raising)  # a node with write permission does it
+                self.report(error, self.raise_work)  # a node with write permission does it

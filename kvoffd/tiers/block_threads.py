@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import repeat, takewhile
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias, cast
 
 from kvoffd.pool.checksums import digest
+from kvoffd.tiers.breaker import Work
 from kvoffd.tiers.header import Block, BlockGroup
 from kvoffd.tiers.store import GetRequest, PutRequest, Received, Store, StoreError, StoreFault
 from kvoffd.tiers.tier import ReadEnd, Result, WriteEnd
@@ -24,9 +26,14 @@ WRITE_S = 10.0
 
 @dataclass(slots=True, eq=False)
 class ObjectRead:
-    """Reads a block into views of the pool, one per shard. ``stored``: the group as in the store. ``retried``: whether
-    this is a retry after a lost connection. ``overloaded``: whether the store answered that it is.
-    ``is_awaited``: see ``Tier.read``."""
+    """Reads a block into views of the pool, one per shard.
+
+    Attributes:
+        stored: the group as in the store, with the fleet generation.
+        is_awaited: see ``Tier.read``.
+        retried: whether this is a retry after a lost connection.
+        overloaded: whether the store answered that it is overloaded: then there is no retry.
+    """
 
     group: BlockGroup
     stored: BlockGroup
@@ -83,9 +90,9 @@ class StoreThread:
     def __init__(self, tier: SharedTier, store: Store, clock: Callable[[], float]) -> None:
         self.tier, self.breaker, self.store, self.clock = tier, tier.breaker, store, clock
 
-    def report(self, error: Exception, work: str = "") -> None:
-        """Report a failure to the tier, and have the breaker count it for this kind of work, if one is given. It counts
-        none where the server answered: it refuses a write, or the stored generation is invalid."""
+    def report(self, error: Exception, work: Work | None = None) -> None:
+        """Report a failure to the tier, and have the breaker count it for this kind of work, if one is given. Two
+        failures do not count: a write that the server answers with a refusal, and an invalid stored generation."""
         if not isinstance(error, StoreError):  # a bug in the store's code
             self.store.close()
             why = f"It failed unexpectedly: {error!r}; please report the log's traceback."
@@ -94,12 +101,11 @@ class StoreThread:
         if self.tier.closed:
             return
         if error.kind is StoreFault.GENERATION:
-            work = ""  # nothing is wrong with other namespaces
+            work = None  # nothing is wrong with other namespaces
         refuses_writes = work == "write" and error.kind.is_answer
-        if work and not refuses_writes:
+        if work is not None and not refuses_writes:
             self.breaker.failed(work, at_once=error.is_lasting)
-        reported = error
-        self.tier.post(lambda: self.tier.failed(reported, refuses_writes=refuses_writes))
+        self.tier.post(partial(self.tier.failed, error, refuses_writes=refuses_writes))
 
 
 class BlockThread(StoreThread):
@@ -113,7 +119,7 @@ class BlockThread(StoreThread):
                 unfinished.popleft()
                 yield Result.CANCELLED if self.tier.closed else Result.FAILED, None
                 continue
-            for end in self._read(list(unfinished)):
+            for end in self._read(list(unfinished)):  # at least one
                 unfinished.popleft()
                 yield end
 
@@ -129,7 +135,7 @@ class BlockThread(StoreThread):
             self.store.connect()
             found = self.store.get(requests, patience_s)
             for read, received in zip(reads, found, strict=True):
-                if isinstance(received, StoreError):
+                if isinstance(received, StoreError):  # this one alone: the bucket is overloaded, or the server busy
                     overloaded += 1
                     read.overloaded = True
                     self.report(received)
@@ -158,13 +164,14 @@ class BlockThread(StoreThread):
             yield Result.DEADLINE if late else Result.FAILED, None
 
     def writes(self, batch: list[ObjectWrite | Removal]) -> list[Result]:
+        """Return the results of a batch, which ``take_batch`` made: writes, or one removal."""
         try:
             if not self.breaker.open and not self.tier.closed:
                 self.store.connect()
-                if not isinstance(batch[0], Removal):
-                    return self._write([one for one in batch if isinstance(one, ObjectWrite)])
-                self.store.remove(batch[0].stored, batch[0].keys, self.clock() + WRITE_S)
-                return [Result.DONE]
+                if isinstance(removal := batch[0], Removal):
+                    self.store.remove(removal.stored, removal.keys, self.clock() + WRITE_S)
+                    return [Result.DONE]
+                return self._write(cast(list[ObjectWrite], batch))
         except Exception as error:
             self.report(error, "write")
         return [Result.CANCELLED if self.tier.closed else Result.FAILED] * len(batch)
@@ -180,8 +187,8 @@ class BlockThread(StoreThread):
             why = "It accepts no more blocks now; see Redis's maxmemory-policy or the bucket's quota."
             self.report(StoreError(StoreFault.FULL, why), "write")
         self.breaker.succeeded("write")
-        each = iter(stored)
-        return [Result.EXISTED if known else Result.DONE if next(each) else Result.FAILED for known in there]
+        results = iter(stored)  # of those that were absent, in their order
+        return [Result.EXISTED if known else Result.DONE if next(results) else Result.FAILED for known in there]
 
 
 def _verified(read: ObjectRead, received: Received) -> Block | None:

@@ -6,7 +6,10 @@ import random
 import threading
 from collections import Counter
 from collections.abc import Callable
+from typing import Literal, TypeAlias
 
+Work: TypeAlias = Literal["ask", "read", "write"]
+"""Kinds of work whose failures are counted each by itself."""
 MAX_FAILURES = 3
 """Consecutive failures or slow answers of one kind of work that open the breaker."""
 PAUSE_S = 1.5
@@ -16,18 +19,19 @@ PAUSE_S = 1.5
 class Breaker:
     """Circuit breaker for a failing store. While open, it blocks all but a probe every second or two. Thread-safe.
 
-    The kinds of work are asking, reading and writing: a server may do one and fail at another, and still answer probes.
-    So failures are counted by kind, and only a success of that kind resets them: after a probe, one more failure of the
-    kind that opened the breaker opens it again. A server that only fails to read or write is not ``silent``: it must
-    still hear of a clear of all nodes.
+    A server may do one kind of work and fail at another, and still answer probes. So failures are counted by kind, and
+    only a success of that kind resets them: after a probe, one more failure of the kind that opened the breaker opens
+    it again. A server that only fails to read or write is not ``silent``: it must still hear of a clear of all nodes.
     """
 
     def __init__(self, clock: Callable[[], float], jitter: Callable[[], float] = random.random) -> None:
         self._clock = clock
         self._jitter = jitter
         self._lock = threading.Lock()
-        self._failures: Counter[str] = Counter()
+        self._failures: Counter[Work] = Counter()
+        """Consecutive failures of each kind."""
         self.probe_at = 0.0
+        """Time of the next probe while it is open."""
         self.open = True
         """Open at the start too: the first probe is due at once."""
         self.silent = True
@@ -35,13 +39,13 @@ class Breaker:
         self.opened = 0
         """Number of times that it opened since the store was first reached."""
 
-    def succeeded(self, work: str) -> None:
+    def succeeded(self, work: Work) -> None:
         with self._lock:
             self._failures.pop(work, None)
 
-    def failed(self, work: str, *, at_once: bool = False) -> bool:
-        """Record a failure; return whether it has opened the breaker. ``at_once``: it does, as for a refused connection
-        or a wrong password."""
+    def failed(self, work: Work, *, at_once: bool = False) -> bool:
+        """Record a failure; return whether it has opened the breaker. ``at_once``: a single one does, as a refused
+        connection or a wrong password."""
         with self._lock:
             self._failures[work] += 1
             opens = at_once or self._failures[work] >= MAX_FAILURES

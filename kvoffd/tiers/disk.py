@@ -38,7 +38,7 @@ HANG_TIMEOUT_S = 10.0
 _MIN_PAUSE_S, _MAX_PAUSE_S = 1.0, 60.0
 """Pause after a failed write, doubled up to the latter."""
 _PUT_ASIDE_DIVISOR = 100
-"""Least number of the tier's blocks for each slot that stays unused for good after a failed write."""
+"""A slot to which a write failed stays unused for good, if the tier has this many blocks for each such slot."""
 FULL_PART = 15 / 16
 """The tier counts as full from this part of the bytes held at the last eviction: with regions of several sizes, some
 never fill up."""
@@ -92,7 +92,8 @@ class DiskTier(Tier):
         make_reads: Callable[..., Reads] = Reads,
         make_workers: Callable[..., Workers[Any, Any]] = Workers,
     ) -> None:
-        file, begun = DiskFile(directory, size_bytes, options.region_bytes, calls, should_stop), clock()
+        begun = clock()
+        file = DiskFile(directory, size_bytes, options.region_bytes, calls, should_stop)
         super().__init__(f"disk:{directory}", listener)
         self.direct = file.direct
         self.hangs = False
@@ -102,28 +103,32 @@ class DiskTier(Tier):
         self._map = DiskMap(file)
         self._most_blocks = most_blocks(file.size_bytes)
         self._writing: dict[tuple[int, bytes], SlotJob] = {}
-        """Running writes by tag and key. One that is removed leaves it, and its block is dropped at its end."""
+        """Writes that have not ended, by tag and key. If a block is removed while it is written, its write leaves this
+        table: at its end nothing is entered into the index."""
         self._used_when_full = 0
         """Bytes of the used slots at the last eviction: see ``FULL_PART``."""
         self._pause_s = 0.0
+        """Pause after the last write, which failed; 0 if it did not."""
         self._write_at = -inf
+        """Time when that pause ends."""
         self._closed = False
         name = f"kvoffd-disk-{directory.name}"
         with file.closed_on_error():
             self.found_generations = self._map.open(generation, should_stop)
             """Highest generation of the blocks found, by fingerprint."""
             self._reads = make_reads(name, file, pool, options.most_reads, self._read_ended, post, clock)
+            # If a thread does not start, those that run are ended.
             with OnError(lambda: self._reads.close(time.monotonic() + HANG_TIMEOUT_S)):
                 writer = BlockWriter(file, pool, options.merge_bytes, wall_clock)
                 works = [writer.write] * options.writers
-                make = partial(make_workers, failed=self._bug, post=post, clock=clock)
-                self._writes = make(f"{name}-w", works, on_end=self._write_ended, take=writer.next)
+                make_threads = partial(make_workers, failed=self._bug, post=post, clock=clock)
+                self._writes = make_threads(f"{name}-w", works, on_end=self._write_ended, take=writer.next)
                 with OnError(lambda: self._writes.close(time.monotonic() + HANG_TIMEOUT_S)):
                     self._clearing = Clearing(
                         file,
                         self._map,
                         self.counters,
-                        partial(make, f"{name}-n"),
+                        partial(make_threads, f"{name}-n"),
                         post,
                         lambda group, keys: listener.blocks_removed(self, group, keys),
                         self._error,
@@ -171,23 +176,11 @@ class DiskTier(Tier):
         (slot,) = self._map.find(group, [key]).tolist()
         if slot == NO_SLOT or not self.available():
             return False
-        job = self._job(self._map.readable_by_tag[group.tag], key, slot, offsets, on_end)
-        job.patience_s, job.is_awaited = patience_s, is_awaited
-        self._reads.put(job)
-        return True
-
-    def _job(
-        self,
-        known: KnownGroup,
-        key: bytes,
-        slot: int,
-        offsets: Sequence[int],
-        on_end: Callable[..., None],
-    ) -> SlotJob:
-        """Make a read or write of a slot, and pin the slot until that has ended."""
-        self._map.pin([slot])
+        known = self._map.readable_by_tag[group.tag]
         where = slot, self._map.offset(slot), known.slot_bytes, known.padded
-        return SlotJob(known.group, key, *where, offsets, on_end)
+        self._map.pin([slot])  # until ``_read_ended``
+        self._reads.put(SlotJob(group, key, *where, offsets, on_end, patience_s, is_awaited))
+        return True
 
     def _read_ended(self, job: SlotJob, end: End) -> None:
         # The slot was pinned, and got no other block: if it has one, that is the block that was read.
@@ -198,9 +191,8 @@ class DiskTier(Tier):
             end = end._replace(fault=DiskFault.TORN)
         if end.fault is not None:
             self._error(end.fault, end.sentence)
-        if is_current and end.result not in (Result.DONE, Result.DEADLINE, Result.CANCELLED, Result.UNWANTED):
-            self._clearing.drop([job.slot])
-            self._clearing.clear_slots([job.slot])
+        if is_current and end.result in (Result.GONE, Result.CORRUPT, Result.FAILED):  # it would fail again
+            self._clearing.free([job.slot])
         if end.result is Result.DONE:
             self._map.mark_read(job.slot)
             self.counters.read_blocks += 1
@@ -218,16 +210,17 @@ class DiskTier(Tier):
         if not self._fits(known, key):
             self._report_too_large(group)
             return False
-        most = 1 if self.refuses_writes() else self._options.most_writes
+        most = 1 if self.refuses_writes() else self._options.most_writes  # one tries whether it still fails
         if not self.available() or len(self._writing) >= most or self._clock() < self._write_at:
             return False
         if (slot := self._take(known.slot_bytes)) is None:
             return False
         assert all(block.checksums), "without checksums, a damaged block could not be detected"
-        if not known.number:
+        if not known.number:  # only now that there is a slot, since blocks of another geometry go
             self._add_group(known)
-        self._writing[group.tag, key] = job = self._job(known, key, slot, offsets, on_end)
-        job.block = block
+        where = slot, self._map.offset(slot), known.slot_bytes, known.padded
+        self._map.pin([slot])  # until ``_write_ended``
+        self._writing[group.tag, key] = job = SlotJob(group, key, *where, offsets, on_end, block=block)
         self._writes.put(job)
         return True
 
@@ -245,7 +238,8 @@ class DiskTier(Tier):
     def _fits(self, known: KnownGroup, key: bytes) -> bool:
         """Return whether the tier can have blocks of this size."""
         group = known.group
-        fits = MIN_SLOT_BYTES <= known.slot_bytes <= self._map.slots.region_bytes and group.nbytes < 1 << 32
+        fits = MIN_SLOT_BYTES <= known.slot_bytes <= self._map.slots.region_bytes
+        fits = fits and group.nbytes < 1 << 32  # its record has 4 bytes for this number
         return fits and 0 < len(key) <= MAX_KEY_BYTES and fits_header(group, len(key))
 
     def _report_too_large(self, group: BlockGroup) -> None:
@@ -258,7 +252,7 @@ class DiskTier(Tier):
             )
 
     def _take(self, size: int) -> int | None:
-        """Allocate a slot of a size, evicting if needed."""
+        """Take a slot of a size for a write, evicting if needed; None if there is none now."""
         if self._map.blocks + len(self._writing) < self._most_blocks and len(slots := self._map.slots.take(size, 1)):
             slot = int(slots[0])
             if (number := slot // self._map.slots.slots_per_region) not in self._map.regions:
@@ -293,7 +287,7 @@ class DiskTier(Tier):
         if end.fault is not None:
             self._error(end.fault, end.sentence)
         which, result = (job.group.tag, job.key), end.result
-        was_removed = self._writing.get(which) is not job
+        was_removed = self._writing.get(which) is not job  # another write of the block may have begun since
         if not was_removed:
             del self._writing[which]
         if result is Result.DONE:
@@ -306,9 +300,8 @@ class DiskTier(Tier):
             if (len(self._map.put_aside) + 1) * _PUT_ASIDE_DIVISOR <= self._map.blocks:
                 self._map.put_aside.add(job.slot)
         if result is Result.DONE and not was_removed:
-            self._map.add(
-                self._map.readable_by_tag[job.group.tag], job.key, job.slot, int(self._wall_clock()) // HOUR_S
-            )
+            known, hour = self._map.readable_by_tag[job.group.tag], int(self._wall_clock()) // HOUR_S
+            self._map.add(known, job.key, job.slot, hour)
             self._listener.blocks_stored(self, job.group, [job.key])
         else:
             self._clearing.clear_slots([job.slot])
@@ -319,13 +312,12 @@ class DiskTier(Tier):
 
     def remove(self, group: BlockGroup, keys: Sequence[bytes], *, for_all_nodes: bool = False) -> None:
         self._clearing.clear_to_overwrite()
-        # Of whatever geometry: after a restart no rank may have registered yet.
+        # Of whatever geometry: after a restart no rank may have registered yet, and ``group`` has no lengths.
         known = self._map.readable_by_tag.get(group.tag)
         slots = [] if known is None else self._map.slots_of(known.group, list(dict.fromkeys(keys)))
-        self._clearing.drop(slots)
         for key in keys:
             self._writing.pop((group.tag, key), None)  # the block is dropped at the end of the write
-        self._clearing.clear_slots(slots)
+        self._clearing.free(slots)
 
     def remove_all(self, fingerprint: bytes | None) -> int:
         self._clearing.clear_to_overwrite()
@@ -369,7 +361,7 @@ class DiskTier(Tier):
         return found
 
     def tick(self) -> None:
-        self._reads.end(Result.DEADLINE, self._reads.longest_s)
+        self._reads.end(Result.DEADLINE, self._reads.longest_s)  # those whose patience is over
         hangs = max(one.longest_s for one in (self._reads, self._writes, self._clearing.threads)) > HANG_TIMEOUT_S
         if hangs and not self.hangs:
             self._error(

@@ -32,7 +32,7 @@ class IndexWrite:
     """A write to the index.
 
     Attributes:
-        gone: slots whose records are cleared.
+        gone: slots whose records are cleared. They are pinned until it ends.
         is_void: whether no later daemon accepts their blocks, even if that fails: those of a cleared namespace, whose
             generation is higher.
     """
@@ -72,14 +72,16 @@ class Clearing:
         self._on_dropped, self._on_error = on_dropped, on_error
         self.is_unlinked, self.physical_bytes = False, file.physical_bytes()
         self._freeing: deque[tuple[Iterator[list[int]], bool]] = deque()
-        """Remaining slots of each namespace and region that is cleared as a whole, and ``IndexWrite.is_void`` of it."""
+        """Remaining slots, in batches, of each namespace and region that is cleared as a whole, and
+        ``IndexWrite.is_void`` of it. The first is being cleared."""
         self._running: IndexWrite | None = None
-        """Running write for slots of the first of these."""
+        """The write that clears its last batch; None once that has ended."""
         self._unsized: set[int] = set()
         """Regions whose slot size could not be written."""
         self._written_before = file.head.written_bytes
         """Bytes that earlier daemons wrote."""
         self._closed = False
+        """Whether ``finish`` was called: nothing is posted any more."""
         self.threads = make_threads([self._write], on_end=self._write_ended)
 
     @property
@@ -93,6 +95,7 @@ class Clearing:
         return self._written_before + self._counters.written_bytes
 
     def region_opened(self, number: int, slot_bytes: int) -> None:
+        """Write the slot size of a region that gets its first block."""
         self.threads.put(IndexWrite(sizes={number: slot_bytes // PAGE_BYTES}))
 
     def drop(self, slots: Sequence[int]) -> None:
@@ -100,9 +103,14 @@ class Clearing:
         for known, keys in self._map.drop(slots):
             self._on_dropped(known.group, keys)
 
+    def free(self, slots: Sequence[int], *, is_void: bool = False) -> IndexWrite:
+        """Do all three steps for the blocks of slots: see the top of this file."""
+        self.drop(slots)
+        return self.clear_slots(slots, is_void=is_void)
+
     def clear_slots(self, slots: Sequence[int], *, is_void: bool = False) -> IndexWrite:
-        """Clear the records of slots, then free them. A new block's record must not be cleared after it is written."""
-        self._map.pin(slots)
+        """Clear the records of slots, then free them."""
+        self._map.pin(slots)  # no write may take one now: its new record could be cleared
         write = IndexWrite(list(slots), is_void)
         if slots:
             self.threads.put(write)
@@ -128,8 +136,7 @@ class Clearing:
             return
         batches, is_void = self._freeing[0]
         if slots := next(batches, None):
-            self.drop(slots)
-            self._running = self.clear_slots(slots, is_void=is_void)
+            self._running = self.free(slots, is_void=is_void)
             return
         if slots is None:  # an empty batch only lets others have their turn
             self._freeing.popleft()
@@ -137,6 +144,7 @@ class Clearing:
             self._post(self._free_batch)
 
     def tick(self) -> None:
+        """Write the head, and slot sizes that could not be written, when nothing else is being written."""
         if self.threads.waiting or self.threads.running or self._closed:
             return
         regions = self._map.regions
@@ -169,6 +177,7 @@ class Clearing:
             file.clear_records(write.gone)
             if write.written_bytes > file.head.written_bytes:
                 file.write_head(is_open=True, written_bytes=write.written_bytes)
+            # Looked at here since these calls may hang too.
             self.physical_bytes = file.physical_bytes()
             self.is_unlinked = file.is_unlinked()
         except OSError as error:
@@ -181,7 +190,7 @@ class Clearing:
             assert end.fault is not None
             self._on_error(end.fault, end.sentence)
             self._unsized |= write.sizes.keys()
-            if not write.is_void:
+            if not write.is_void:  # else their slots may be free: no later daemon accepts what their records name
                 self._map.uncleared |= {*write.gone}
         else:
             self._map.uncleared.difference_update(write.gone)

@@ -95,13 +95,18 @@ class OpeningStopped(KvoffdError):
 
 @dataclass(frozen=True)
 class Head:
+    """The head of the index."""
+
     file_id: bytes
+    """Random bytes, which ``kvoffd.disk`` has too: so the two files belong together."""
     number: int
+    """Number of the write of this head: of the two copies, the one with the higher number counts."""
     region_bytes: int
     regions: int
     written_bytes: int
     """Bytes written since the file was made, by all daemons."""
     is_open: bool
+    """Whether a daemon uses the files, or ended without closing them."""
 
     def pack(self) -> bytes:
         fields = self.file_id, self.number, self.region_bytes, self.regions, self.written_bytes, self.is_open
@@ -229,7 +234,8 @@ class DiskFile:
         """Clear a region's records, as far as there are any. Raises OSError."""
         first = region * self.slots_per_region
         at = _RECORDS_AT + first * RECORD.itemsize
-        there = min(self.slots_per_region, -(-(self.calls.stat(self.index_fd).st_size - at) // RECORD.itemsize))
+        behind = self.calls.stat(self.index_fd).st_size - at
+        there = min(self.slots_per_region, -(-behind // RECORD.itemsize))  # rounded up
         nbytes = there * RECORD.itemsize
         # Regions that were never used have no data, and reading that would take 70 s per TiB.
         is_there = there > 0 and self.calls.has_data(self.index_fd, at, nbytes)
@@ -278,6 +284,7 @@ class DiskFile:
     # --- opening ---------------------------------------------------------------------------------
 
     def _claim(self, name: str) -> int:
+        """Open and lock one of the files; return its descriptor. Raises DiskError."""
         path = self.directory / name
         try:
             directory_fd = open_directory(self.directory)
@@ -332,11 +339,13 @@ class DiskFile:
         return None
 
     def _start_empty(self, region_bytes: int) -> Head:
+        """Empty both files; return their new head, without regions."""
         for fd in (self.fd, self.index_fd):
             self.calls.truncate(fd, 0)
         return Head(secrets.token_bytes(16), 0, region_bytes, 0, 0, is_open=False)
 
     def _end(self, regions: int) -> int:
+        """Return the size of ``kvoffd.disk`` with this many regions."""
         return PAGE_BYTES + regions * self.head.region_bytes
 
     def _resize(self) -> None:
@@ -364,7 +373,8 @@ class DiskFile:
         self.head = replace(self.head, regions=regions)
         # The file system may have taken more than was reserved for it.
         while (excess := self.physical_bytes() - size_bytes) > 0 and self.head.regions > 1:
-            self._shrink(max(1, self.head.regions + -excess // head.region_bytes))
+            too_many = -(-excess // head.region_bytes)  # rounded up
+            self._shrink(max(1, self.head.regions - too_many))
 
     def _shrink(self, regions: int) -> None:
         """Remove the regions behind the first ones."""
@@ -379,6 +389,7 @@ class DiskFile:
             self.calls.truncate(self.index_fd, records_end)
 
     def _allocate(self, size: int) -> None:
+        """Allocate all of ``kvoffd.disk``, or leave its size as it was."""
         before = self.calls.stat(self.fd).st_size
         try:
             for _ in allocate_in_steps(self.calls, self.fd, size, _ALLOCATE_STEP_BYTES):

@@ -94,19 +94,20 @@ def failed_end(file: DiskFile, job: SlotJob, verb: str, error: OSError) -> End:
 
 
 class BlockRead:
-    """``struct block_read`` of disk_reads.c. A part is the header, or a shard with its padding.
+    """``struct block_read`` of disk_reads.c, which has its address: 64-bit words. A part is the header, or a shard with
+    its padding.
 
-    Attributes:
-        number: identifies it among the running reads.
-        offset: in the file.
-        words: the struct, of 64-bit words: ``_HEAD`` of them; then for each part its address and bytes; for each part
-            the bytes to checksum; for each part the checksum.
+    | words             | what                                                        |
+    |-------------------|-------------------------------------------------------------|
+    | 0, 1              | number among the running reads; offset in the file          |
+    | ``_FOUND``        | the result: ``found``                                       |
+    | 3                 | number of parts                                             |
+    | from ``_HEAD`` on | for each part its address and bytes; then for each part the |
+    |                   | bytes to checksum; then for each part the checksum          |
     """
 
     __slots__ = ("_parts", "number", "offset", "words")
     _FOUND, _HEAD = 2, 4
-    """Index of the result among the words before the parts, and how many these are: number, offset, result, and number
-    of parts."""
 
     def __init__(self, number: int, offset: int, parts: Sequence[int], summed: Sequence[int]) -> None:
         self.number, self.offset, self._parts = number, offset, len(summed)
@@ -197,6 +198,7 @@ class Reads:
             self._threads = AbandonableThreads(works, partial(self._native.reader_stop, self._reader), READERS_NICE)
 
     def _work(self) -> None:
+        """The code of each thread: a call of C returns after some reads have ended, and 0 once it is stopped."""
         while self._native.reader_work(self._reader):
             self._post(self._deliver)
 
@@ -205,8 +207,8 @@ class Reads:
         self._begin()
 
     def _begin(self) -> None:
-        """Begin the next waiting reads, up to one that nobody waits for. ``_deliver`` ends that later, and begins the
-        others: an ``on_end`` is never called within ``put``."""
+        """Begin waiting reads, up to one that nobody waits for. ``_deliver`` ends that one later, and begins the
+        others: ``put`` must not call an ``on_end``."""
         while self._waiting and self._free:
             if not self._waiting[0].is_awaited():
                 self._post(self._deliver)
@@ -226,13 +228,17 @@ class Reads:
             self._add(read)
 
     def _add(self, read: BlockRead) -> None:
+        """Have the thread read. ``read.words`` must stay: ``_reading`` has it until then."""
         self._native.reader_add(self._reader, read.words.buffer_info()[0])
 
     def _take_ended(self) -> Sequence[int]:
+        """Return the numbers of some reads that have ended."""
         numbers = array("Q", bytes(8 * ENDED_AT_ONCE))
         return numbers[: self._native.reader_ended(self._reader, numbers.buffer_info()[0], ENDED_AT_ONCE)]
 
     def _deliver(self) -> None:
+        """Handle the ends of some reads, and end some waiting ones that nobody waits for; then begin others. Posted
+        again if more have ended."""
         numbers = self._take_ended() if self._reading else ()
         if len(numbers) == ENDED_AT_ONCE:  # there may be more
             self._post(self._deliver)
@@ -244,20 +250,15 @@ class Reads:
             end = self._compared(job, self._headers[number * HEADER_BYTES : (number + 1) * HEADER_BYTES], read)
             self._free.append(number)
             self._finish(job, end)
-        if self._end_unawaited():
-            self._begin()
-
-    def _end_unawaited(self) -> bool:
-        """End the next waiting reads that nobody waits for, some at a time; return whether the next one may begin."""
         for _ in range(ENDED_AT_ONCE):
             if not self._waiting or self._waiting[0].is_awaited():
-                return True
+                self._begin()
+                return
             self._finish(self._waiting.popleft(), End(Result.UNWANTED))
         self._post(self._deliver)
-        return False
 
     def _compared(self, job: SlotJob, header: memoryview, read: BlockRead) -> End:
-        """Return whether the read bytes are the requested block, as it was written."""
+        """Return how a read ended: DONE if its bytes are the requested block, as it was written."""
         found = read.found
         if found < 0:
             return failed_end(self._file, job, "read", OSError(-found, os.strerror(-found)))
@@ -284,7 +285,7 @@ class Reads:
             logger.exception("The end of a read of %s raised: a bug; the others continue.", self._file.path)
 
     def end(self, result: Result, waited_s: float = inf) -> None:
-        """End waiting reads whose patience is at most ``waited_s``."""
+        """End waiting reads whose patience is at most ``waited_s``; all without it."""
         ended = [job for job in self._waiting if job.patience_s <= waited_s]
         self._waiting = deque(job for job in self._waiting if job.patience_s > waited_s)
         for job in ended:
@@ -296,7 +297,8 @@ class Reads:
 
     @property
     def longest_s(self) -> float:
-        """Time since a read last ended while others are running: many concurrent reads are slow without hanging."""
+        """Time since a read last ended while others are running. Not since the oldest began, as in ``Workers``: many
+        concurrent reads are slow without hanging."""
         return self._clock() - self._progress_at if self._reading else 0.0
 
     def close(self, until: float) -> bool:
@@ -334,7 +336,8 @@ class BlockWriter:
         return jobs
 
     def write(self, jobs: list[SlotJob]) -> list[End]:
-        """Write neighbouring blocks, one by one if that fails, and then their records. Called in a thread."""
+        """Write neighbouring blocks, one by one if that fails, and then their records: a record must not name a block
+        that is not there. Called in a thread."""
         file, buffers, headers = self._file, list[memoryview](), aligned_buffer(len(jobs) * HEADER_BYTES)
         for number, job in enumerate(jobs):
             assert job.block is not None

@@ -52,11 +52,11 @@ NEVER = 2**32 - 1
 
 @dataclass(slots=True, eq=False)
 class KnownGroup:
-    """A group that has blocks, from its first one until it is removed as a whole. ``number``: as in ``Region``; 0 for a
-    new one."""
+    """A group that has blocks, from its first one until it is removed as a whole."""
 
     group: BlockGroup
     number: int = 0
+    """The group's number in ``Region.groups``; 0 before ``add_group``."""
     blocks: int = 0
     is_readable: bool = True
     """False once it is removed as a whole."""
@@ -92,13 +92,14 @@ class _LastWrite(NamedTuple):
 
 
 class Passed(NamedTuple):
-    """Blocks to evict that the clock hand has found.
+    """Blocks to evict that the clock hand has found: ``victims``, or all of a ``region``, or none.
 
     Attributes:
-        victims: slots of blocks.
+        victims: slots of the wanted size, with the blocks to evict.
         region: number of a region of another slot size, all of whose blocks go.
         blocks: number of the blocks to evict.
-        is_round: whether the hand has passed all regions twice, and found nothing.
+        is_round: whether the hand has passed all regions twice, and found nothing. If it found nothing otherwise, it
+            continues at the next call.
     """
 
     victims: Sequence[int] = ()
@@ -126,6 +127,7 @@ class Region:
         self.hours = array("I", [NEVER]) * slots
         """Hour in which the block was written, since 1970."""
         self.hand = 0
+        """The slot that the clock hand comes to next, if it is in this region."""
 
     def addresses(self) -> _RegionAddresses:
         return _RegionAddresses(self.keys.ctypes.data, self.key_bytes.ctypes.data, self.groups.buffer_info()[0])
@@ -138,16 +140,17 @@ class Region:
         return self.keys[place, : self.key_bytes[place]].tobytes()
 
     def skip_all(self) -> int:
-        """Move the hand past all slots. Returns how many blocks the region has, if all are to be evicted; 0 if more
-        than half were used, or a slot is pinned."""
+        """Move the hand past all slots, and clear their marks of use. Returns how many blocks the region has, if all
+        are to be evicted; 0 if more than half were used, or a slot is pinned."""
         there, used = int(np.count_nonzero(self.group_numbers)), np.count_nonzero(np.frombuffer(self.used, np.uint8))
         self.hand, self.used = self.slots, bytearray(self.slots)
         return 0 if 2 * used > there or np.frombuffer(self.pins, np.uint16).any() else there
 
     def evict_next(self, looked_at: int) -> list[int]:
-        """Move the hand over at most ``looked_at`` slots; return the blocks to evict, which were not used."""
+        """Move the hand over at most ``looked_at`` slots; return the places of the blocks to evict, which were not used
+        since it last passed. It stops at the first ones, and clears the marks of those that were."""
         end = min(self.slots, self.hand + looked_at)
-        most = max(1, min(EVICTED_AT_ONCE, self.slots // 8))
+        most = max(1, min(EVICTED_AT_ONCE, self.slots // 8))  # a small part of a region with few slots
         victims: list[int] = []
         while self.hand < end and len(victims) < most:
             place = self.hand
@@ -194,8 +197,9 @@ class DiskMap:
         self.by_number: dict[int, KnownGroup] = {}
         """These, and groups that are being removed as a whole: their slots are not free yet."""
         self.last_number = 0
+        """Number of the group that was added last."""
         self._addresses = (_RegionAddresses * head.regions)()
-        """Addresses of the regions' arrays, by number."""
+        """Addresses of the regions' arrays, by number, for ``_index``. They hold while the region is in ``regions``."""
         self._native = native()
         regions_at = ctypes.addressof(self._addresses)
         self._index = _Index(at_regions=regions_at, slots_per_region=self.slots.slots_per_region)
@@ -211,10 +215,13 @@ class DiskMap:
         self._hours: Counter[int] = Counter()
         """Number of blocks by the hour in which they were written."""
         self._last_writes: dict[int, _LastWrite] = {}
-        """Those that were found, by region, until the hand is where it was."""
+        """The earlier daemon's, by region, while the tier is opened: see ``_restore_hand``."""
 
     def open(self, generation: Callable[[bytes], int], should_stop: Callable[[], bool]) -> dict[bytes, int]:
-        """Restore the blocks of the index, except those of outdated generations. Returns the newest generations."""
+        """Restore the blocks of the index, except those of outdated generations. Returns the newest generations.
+
+        A record has its group's tag alone, a hash. The group is in the headers of the blocks: some are read.
+        """
         samples = self._read_index(should_stop)
         newest: dict[bytes, int] = {}
         left = ALL_HEADERS_TRIED
@@ -233,9 +240,9 @@ class DiskMap:
                 del self.readable_by_tag[group.tag]
         self.last_number = len(samples)
         self.by_number = {known.number: known for known in self.readable_by_tag.values()}
-        is_known = np.zeros(self.last_number + 1, np.bool_)
+        is_known = np.zeros(self.last_number + 1, np.bool_)  # by the number of the group
         is_known[list(self.by_number)] = True
-        gone: list[int] = []
+        gone: list[int] = []  # slots whose records are cleared
         for number, region in self.regions.items():
             first, numbers = number * self.slots.slots_per_region, region.group_numbers
             gone += (np.flatnonzero((numbers > 0) & ~is_known[numbers]) + first).tolist()
@@ -250,7 +257,8 @@ class DiskMap:
         return newest
 
     def _read_index(self, should_stop: Callable[[], bool]) -> dict[int, tuple[int, list[npt.NDArray[np.int64]]]]:
-        """Fill the regions with possible blocks. Returns by tag the number of its group, and some of its slots."""
+        """Fill the regions with possible blocks, by their records. Returns by tag the number that its group gets, and
+        some of its slots in each region."""
         file, samples = self._file, dict[int, tuple[int, list[npt.NDArray[np.int64]]]]()
         for number, pages in enumerate(file.read_slot_pages().tolist()):
             if should_stop():
@@ -275,12 +283,13 @@ class DiskMap:
             last = len(seconds) - 1 - int(seconds[::-1].argmax())
             self._last_writes[number] = _LastWrite(int(seconds[last]), int(places[last]))
             tags, of_tag, counts = np.unique(records["tag"], return_inverse=True, return_counts=True)
-            by_tag, end, numbers = (places + first)[np.argsort(of_tag, kind="stable")], 0, list[int]()
+            by_tag = (places + first)[np.argsort(of_tag, kind="stable")]  # the slots of each tag together
+            begin, numbers = 0, list[int]()
             for tag, count in zip(tags.tolist(), counts.tolist(), strict=True):
                 group_number, parts = samples.setdefault(tag, (len(samples) + 1, []))
-                parts.append(_spread(by_tag[end : end + count], SAMPLES))
+                parts.append(_spread(by_tag[begin : begin + count], SAMPLES))
                 numbers.append(group_number)
-                end += count
+                begin += count
             region.group_numbers[places] = np.array(numbers, np.uint32)[of_tag]
         return samples
 
@@ -318,8 +327,8 @@ class DiskMap:
             self.nbytes += known.blocks * known.group.nbytes
 
     def _restore_hand(self) -> None:
-        """Put the hand behind the latest write, where an earlier daemon had it. From the first region on it would evict
-        what was written last before what is older."""
+        """Put the hand behind the latest write, where an earlier daemon had it. If it began at the first region, it
+        would evict what was written last before what is older."""
         writes, self._last_writes = self._last_writes, {}
         for number in sorted(self.regions, key=lambda number: writes[number].second):
             self.regions.move_to_end(number)
@@ -327,12 +336,12 @@ class DiskMap:
             return
         number, region = next(reversed(self.regions.items()))
         place = writes[number].place + 1
-        if region.group_numbers[place:].any():  # else it has passed the region
+        if region.group_numbers[place:].any():  # else it had passed the region, which comes last
             region.hand = place
             self.regions.move_to_end(number, last=False)
 
     def known(self, group: BlockGroup) -> KnownGroup | None:
-        """Return what is known of a group with readable blocks; None if they have another geometry."""
+        """Return what is known of a group with readable blocks; None if it has none, or of another geometry."""
         known = self.readable_by_tag.get(group.tag)
         return known if known is not None and known.group == group else None
 
@@ -352,7 +361,8 @@ class DiskMap:
         return [slot for slot in self.find(group, keys).tolist() if slot != NO_SLOT]
 
     def enter(self, slots: bytes, count: int) -> list[int]:
-        """Add the blocks of slots to the index. Returns the slots of replaced blocks, which had the same keys."""
+        """Add the blocks of slots, numbers of 4 bytes, to the index. Returns the slots of replaced blocks, which had
+        the same keys."""
         replaced = np.empty(count, np.uint32)
         found = self._native.disk_enter(self._index_at, slots, count, replaced.ctypes.data)
         return cast(list[int], replaced[:found].tolist())
@@ -382,7 +392,8 @@ class DiskMap:
     def offset(self, slot: int) -> int:
         """Return a slot's offset in the file."""
         number, place = divmod(slot, self.slots.slots_per_region)
-        return PAGE_BYTES + number * self.slots.region_bytes + place * self.regions[number].slot_bytes
+        begin = PAGE_BYTES + number * self.slots.region_bytes  # the first page identifies the file
+        return begin + place * self.regions[number].slot_bytes
 
     # --- the state of slots ----------------------------------------------------------------------
 
@@ -409,7 +420,7 @@ class DiskMap:
             return
         self.slots.free(np.array(free, np.uint32))
         for number in {slot // self.slots.slots_per_region for slot in free}:
-            if not self.slots.slot_bytes[number]:
+            if not self.slots.slot_bytes[number]:  # all of it is free: its next slots may have another size
                 del self.regions[number]
 
     def add_group(self, known: KnownGroup) -> None:
@@ -450,7 +461,7 @@ class DiskMap:
         """
         left = LOOKED_AT_ONCE
         for _ in range(2 * len(self.regions)):  # in its first round it may only clear marks of use
-            number, region = next(iter(self.regions.items()))
+            number, region = next(iter(self.regions.items()))  # where the hand is
             hand_before, whole_blocks, victims = region.hand, 0, list[int]()
             if region.slot_bytes == slot_bytes:
                 victims = region.evict_next(left)
@@ -502,7 +513,8 @@ class DiskMap:
         return gone
 
     def remove_whole(self, gone: Sequence[KnownGroup]) -> Iterator[list[int]]:
-        """Stop finding blocks of these groups. Returns their slots: see ``_slots_in_batches``."""
+        """Stop finding blocks of these groups, which are forgotten once the returned slots were all taken and dropped:
+        see ``_slots_in_batches``."""
         for known in gone:
             del self.readable_by_tag[known.group.tag]
             known.is_readable = False
@@ -511,7 +523,7 @@ class DiskMap:
         return self._slots_of_whole([known.number for known in gone], list(self.regions))
 
     def _slots_of_whole(self, gone: Sequence[int], regions: Sequence[int]) -> Iterator[list[int]]:
-        """Yield the slots of groups by number, and forget the groups when none is left."""
+        """Yield the slots of groups by number, in these regions; then forget the groups."""
         yield from self._slots_in_batches(regions, lambda region: np.isin(region.group_numbers, gone))
         for number in gone:
             del self.by_number[number]

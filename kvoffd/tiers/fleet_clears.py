@@ -24,8 +24,8 @@ MAX_NAMESPACES = 65_536
 """Limit of the namespaces whose last poll for a reset is remembered."""
 POLLED_AT_ONCE = 1024
 """Namespaces of one poll."""
-ASKED_AGAIN = StoreFault.BUSY, StoreFault.UNKEPT, StoreFault.TIMEOUT
-"""Faults after which a peer is asked again to follow."""
+NOT_YET = StoreFault.BUSY, StoreFault.UNKEPT
+"""Answers of a peer that has not followed a generation yet, and will: no failures."""
 
 
 class FleetClears:
@@ -50,26 +50,22 @@ class FleetClears:
     ) -> None:
         self._tier, self._store, self.clock, self._put, self._on_voided = tier, store, clock, put, on_voided
         self.raises = 0
-        """Raises that the asking thread has."""
+        """Raises that were put and have not ended."""
         self.unfollowed: list[Raise] = []
         self.polled_at: dict[bytes, float] = {}
-        """Time of the last poll's answer about each namespace; inf while one is polled."""
+        """Time when the last poll about each namespace ended, answered or not; inf while one is polled."""
         self._answered_about: dict[bytes, float] = {}
-        """Time of the last answer about each namespace, whose generation is followed since."""
-
-    @property
-    def longest_s(self) -> float:
-        """Time that the question about clears which the asking thread has may take; 0 without a raise."""
-        return RAISE_S if self.raises else 0.0
+        """Time of the last answer about each namespace, by a poll, an ask or a raise."""
 
     def tick(self) -> None:
+        """Ask peers again that have not followed."""
         for request in self.unfollowed:
             self._put_raise(request)
         self.unfollowed.clear()
 
     def raise_generation(self, fingerprint: bytes, generation: int, cleared_at: int) -> Raise:
-        """Begin to void a namespace's blocks for all nodes; the result shows when that has ended, and how.
-        ``cleared_at``: see ``Store.clear``."""
+        """Begin to void a namespace's blocks for all nodes; the result shows when that has ended, and how. It has ended
+        at once if the store is not reachable. ``cleared_at``: see ``Store.clear``."""
         request = Raise(self, fingerprint, generation, cleared_at, self.clock() + RAISE_S)
         if not (self._tier.breaker.silent or self._tier.closed):
             self._put_raise(request)
@@ -88,9 +84,9 @@ class FleetClears:
         if not self._tier.name or self._tier.breaker.silent or self._tier.closed:
             return
         now = self.clock()
-        polled_at = {one: at for one in fingerprints if (at := self.polled_at.get(one, -inf)) < inf}
-        if any(now >= at + self._store.poll_s for at in polled_at.values()):
-            self._put_polls(list(polled_at))
+        idle = {one: at for one in fingerprints if (at := self.polled_at.get(one, -inf)) < inf}  # not being polled
+        if any(now >= at + self._store.poll_s for at in idle.values()):
+            self._put_polls(list(idle))
 
     def _put_polls(self, fingerprints: Sequence[bytes]) -> None:
         for first in range(0, len(fingerprints), POLLED_AT_ONCE):
@@ -100,10 +96,9 @@ class FleetClears:
             self._put(Poll(self, asked, self.clock() + RAISE_S))
 
     def tell(self, fingerprints: Iterable[bytes]) -> None:
-        """Have a peer hear of the generations that namespaces have here now.
-
-        A store hears of them from the node that cleared: all nodes at once would raise them several times.
-        """
+        """Have a peer hear of the generations that namespaces have here now: a poll gives a peer that lacks one the
+        higher number. A store hears of them from the node that cleared: all nodes at once would raise them several
+        times."""
         if self._store.follows and self._tier.name and not (self._tier.breaker.silent or self._tier.closed):
             self._put_polls(list(fingerprints))
 
@@ -112,7 +107,7 @@ class FleetClears:
         return self._answered_about.get(fingerprint, -inf)
 
     def answered(self, fingerprint: bytes, generation: int) -> None:
-        """Record that the store has answered about a namespace, and its generation there."""
+        """Record that the store has answered about a namespace, whose generation is this one there."""
         if self._tier.generations.hear(fingerprint, generation):
             name = self._tier.name
             logger.info("The blocks of a namespace in %s are void: its generation is %d now.", name, generation)
@@ -141,9 +136,10 @@ class Raise(Question):
     """Time until which a peer is asked again."""
     ended: bool = False
     problem: str = ""
+    """Reason why it has not succeeded, a sentence; empty if it has."""
 
     def run(self, asker: AskingThread) -> int | Exception:
-        """Return the raised generation, or the failure."""
+        """Return the raised generation, or the failure; ``Unfollowed`` if the peer is to be asked again."""
         store, until = asker.store, self.until
         if store.follows:  # one that is silent delays the questions of lookups no longer than these do
             until = asker.clock() + asker.tier.ask_deadline_s + ASK_PATIENCE_S
@@ -158,9 +154,9 @@ class Raise(Question):
             return checked(raised, self.fingerprint)
         except Exception as error:
             kind = error.kind if store.follows and isinstance(error, StoreError) else None
-            if kind not in (StoreFault.BUSY, StoreFault.UNKEPT):
-                asker.report(error, asker.raising)
-            return Unfollowed(str(error)) if kind in ASKED_AGAIN else error
+            if kind not in NOT_YET:
+                asker.report(error, asker.raise_work)
+            return Unfollowed(str(error)) if kind in (*NOT_YET, StoreFault.TIMEOUT) else error
 
     def end(self, answer: int | Exception) -> None:
         clears = self.clears
@@ -233,12 +229,12 @@ class Poll(Question):
                 asker.store.connect()  # an earlier one may have been refused, which closes the connection
                 asker.give_back(fingerprint, theirs, ours, deadline)
             except Exception as error:  # the store has answered all the same: else this node would hear of no clear
-                asker.report(error, asker.raising)
+                asker.report(error, asker.raise_work)
         return max(theirs, ours)
 
     def end(self, answer: PollAnswer | Exception | None) -> None:
         clears, now = self.clears, self.clears.clock()
-        clears.polled_at.update((one, now) for one in self.fingerprints if one in clears.polled_at)
+        clears.polled_at.update((one, now) for one in self.fingerprints if one in clears.polled_at)  # else displaced
         if isinstance(answer, PollAnswer):
             for fingerprint, generation in zip(self.fingerprints, answer.generations, strict=True):
                 if generation is not None:

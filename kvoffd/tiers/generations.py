@@ -58,9 +58,10 @@ class Resets(msgspec.Struct):
     """The same as release 0.2 wrote them, by URL of the shared store. ``Generations.restore`` empties it."""
     unshared: dict[bytes, Count | bool] = {}
     """Namespaces that an engine has reset here: shared stores and peers are not used for one until its fleet generation
-    is above this number. 0: they are, although ``unshared_floor`` is not 0. True, which 0.2 wrote, becomes 1."""
+    is above this number. With 0 they are used, although ``unshared_floor`` is not 0. True, which release 0.2 wrote,
+    becomes 1."""
     unshared_floor: Count = 0
-    """This number for namespaces that are not in ``unshared``: 0 unless the resets or an entry were lost."""
+    """The same number for all namespaces that are not in ``unshared``: 0 unless the resets or an entry were lost."""
 
 
 class Generations:
@@ -128,19 +129,19 @@ class Generations:
     def accept(self, fingerprint: bytes, generation: int) -> bool:
         """Return whether blocks of this generation, found in a pool or on a disk, are valid.
 
-        A generation above the known one replaces it: the state file had lost it.
+        A generation above the known one replaces it: the state file had lost it. Blocks of the known one are void then.
         """
         if generation <= (known := self.of(fingerprint)):
             return generation == known
         if generation >= MAX_GENERATION:  # one above it could not be kept
             logger.warning("A namespace's generation in a pool or on a disk is no time; its blocks there are void.")
             return False
-        if is_past := generation <= self.now():
+        if generation <= self.now():
             self._set(fingerprint, generation)
-        else:
-            logger.warning("The clock was set back: a namespace's reset is in the future. All its blocks are void.")
-            self._set(fingerprint, self._next(generation))
-        return is_past
+            return True
+        logger.warning("The clock was set back: a namespace's reset is in the future. All its blocks are void.")
+        self._set(fingerprint, self._next(generation))
+        return False
 
     def now(self) -> int:
         """Return the time in microseconds since 1970."""
@@ -159,13 +160,13 @@ class Generations:
         self._save()
 
     def _put(self, numbers: dict[bytes, Any], fingerprint: bytes, number: int, floor: int) -> int:
-        """Enter a namespace's number, as the newest, in a table of which all others have the number ``floor``. Return
-        the new floor: see ``MAX_NAMES``."""
+        """Enter a namespace's number, as the newest, in a table: ``floor`` is the number of all namespaces without an
+        entry. Return the new floor, which is higher if entries had to go: see ``MAX_NAMES``."""
         numbers.pop(fingerprint, None)
         numbers[fingerprint] = number
         unknown = (one for one in numbers if one not in self.known)
         gone = [int(numbers.pop(one)) for one in list(islice(unknown, max(0, len(numbers) - MAX_NAMES)))]
-        if (raised := max(gone, default=0)) > floor:
+        if (raised := max(gone, default=0)) > floor:  # known ones without an entry keep their number
             numbers.update({one: floor for one in self.known if one not in numbers})
         return max(floor, raised)
 
@@ -264,7 +265,7 @@ def is_sound(generation: int, now: float) -> bool:
 
 
 def checked(generation: int, fingerprint: bytes) -> int:
-    """Return a generation from a store or peer. Raises StoreError for one that no node can have written."""
+    """Return a fleet generation from a store or peer. Raises StoreError for one that no node can have written."""
     if not is_sound(generation, time.time()):
         why = f"The generation {generation} of the namespace {fingerprint.hex()} was not written by a node"
         raise StoreError(StoreFault.GENERATION, f"{why}; remove it there.")

@@ -20,7 +20,7 @@ _HEAD = struct.Struct("<8sQIHHI")
 _SHARD = struct.Struct("<QQI")
 _SUM = struct.Struct("<Q")
 MAX_GENERATION = 2**62
-"""Largest generation in a header: later ones must remain."""
+"""Largest generation in a header: a reset must be able to raise it."""
 MAX_FIRST_BLOCK = 0xFFFF
 """Largest first engine block of a shard: the cache has 16 bits for it."""
 
@@ -33,11 +33,11 @@ class BlockGroup(NamedTuple):
 
     Attributes:
         fingerprint: of the namespace, 32 bytes.
-        generation: time of the namespace's last reset, in microseconds since 1970, or slightly more; 0 for never. In
-            shared stores: of its last reset on all nodes, in seconds.
+        generation: of the namespace: see ``generations.py``. Of what is on disks the node's own, in microseconds since
+            1970; of what is in shared stores, or at peers, the fleet's, in seconds. 0 for never.
         group_index: place of the group in its namespace.
         lengths: bytes of a block's shard, by rank.
-        tag: 64 bits of a hash of the first three.
+        tag: 64 bits of a hash of the first three: a group that gets other lengths has the same tag.
         nbytes: bytes of a block's shards of all ranks.
     """
 
@@ -50,6 +50,7 @@ class BlockGroup(NamedTuple):
 
 
 def make_block_group(fingerprint: bytes, generation: int, group_index: int, lengths: Sequence[int]) -> BlockGroup:
+    """Return a group as it is on this node's disks: see ``BlockGroup.generation``."""
     return _made(fingerprint, generation, group_index, tuple(lengths))
 
 

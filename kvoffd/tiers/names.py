@@ -24,7 +24,7 @@ def decode_generation(value: bytes, where: str) -> int:
 
 
 def block_names(group: BlockGroup, keys: Iterable[bytes]) -> list[bytes]:
-    """Return the names of a group's blocks: a raised generation voids all blocks of a namespace."""
+    """Return the names of a group's blocks. The generation is part of them: to raise it voids all of a namespace."""
     prefix = b"kvoffd/2/%s/%d/%d/" % (group.fingerprint.hex().encode(), group.generation, group.group_index)
     return [prefix + key.hex().encode() for key in keys]
 

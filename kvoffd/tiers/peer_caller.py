@@ -83,11 +83,15 @@ class Calls:
 
 
 class _Call(NamedTuple):
-    """A call of a node. ``at``: the time from which it may begin, and when it has begun, the end of its time."""
+    """A call of a node that has not begun.
+
+    Attributes:
+        begin_at: time from which it may begin.
+    """
 
     address: str
     follow: Follow
-    at: float
+    begin_at: float
 
 
 class PeerCaller:
@@ -157,26 +161,26 @@ class PeerCaller:
         except zmq.ZMQError as error:
             calls.problems.update(dict.fromkeys([call.address for call in waiting], _cannot_connect(error)))
             return
-        running: dict[zmq.Socket[bytes], _Call] = {}
+        running: dict[zmq.Socket[bytes], tuple[_Call, float]] = {}  # calls, and the end of each one's time
         poller, ident, now = zmq.Poller(), secrets.token_bytes(8), time.monotonic()
         while (waiting or running) and now < until and not self._closed.is_set():
-            while waiting and waiting[0].at <= now and len(running) < CALLED_AT_ONCE:
+            while waiting and waiting[0].begin_at <= now and len(running) < CALLED_AT_ONCE:
                 call = waiting.popleft()
                 try:
                     dealer = sockets.enter_context(peer_socket(context, zmq.DEALER, self._keys))
                 except zmq.ZMQError as error:  # no descriptor is free: some are once other calls have ended
                     calls.problems[call.address] = _cannot_connect(error)
-                    waiting.append(call._replace(at=now + PAUSE_S))
+                    waiting.append(call._replace(begin_at=now + PAUSE_S))
                     break
                 dealer.connect(f"tcp://{call.address}")
                 question = msgspec.msgpack.encode(call.follow)
                 dealer.send_multipart([bytes([FOLLOW]), ident, question])  # once it is connected
                 poller.register(dealer, zmq.POLLIN)
-                running[dealer] = call._replace(at=now + CALL_S)
+                running[dealer] = call, now + CALL_S
                 calls.problems.setdefault(call.address, NO_ANSWER)
             ready, now = dict(poller.poll(TURN_MS)), time.monotonic()
-            for dealer, call in list(running.items()):
-                if dealer not in ready and now < call.at:
+            for dealer, (call, end_at) in list(running.items()):
+                if dealer not in ready and now < end_at:
                     continue
                 why, following = NO_ANSWER, call.follow
                 if dealer in ready:

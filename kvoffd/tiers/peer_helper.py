@@ -117,7 +117,7 @@ INFINIBAND, ACTIVE = Path("/sys/class/infiniband"), "4:"
 
 
 class Agent(NamedTuple):
-    """Agent of NIXL in a peer. ``pool_at``: address of the peer's pool there."""
+    """Agent of NIXL in a peer, which this node's reads from. ``pool_at``: address of the peer's pool there."""
 
     metadata: bytes
     name: str
@@ -125,13 +125,19 @@ class Agent(NamedTuple):
 
 
 class PeerTransfer:
-    """A read of a peer's memory, by its agent of then. ``handle`` is None once it has ended."""
+    """A read of a peer's memory, from when it begins until its slice is free.
+
+    Attributes:
+        agent: the peer's when it began.
+        ident: the daemon's id of the read.
+        handle: NIXL's; None once the read has ended.
+    """
 
     def __init__(self, peer: int, agent: Agent, ident: int, slice_number: int, handle: Any, began: float) -> None:
         self.peer, self.agent, self.ident = peer, agent, ident
         self.slice_number, self.handle, self.began = slice_number, handle, began
         self.unawaited = False
-        """Whether nobody waits for it any more."""
+        """Whether the daemon has freed it (FREE): its slice is free once it has ended."""
 
 
 def events_of(monitor: zmq.Socket[bytes]) -> Iterator[int]:
@@ -155,9 +161,10 @@ class Link:
         self.problem = ""
         """A sentence with a place for the peer's address, once an attempt has failed and none has succeeded since."""
         self._tried_at: float | None = None
+        """Time when the last attempt to connect began."""
 
     def take(self) -> bool:
-        """Read the events that are there. Returns whether it has been connected since."""
+        """Read the events that are there. Returns whether it was connected among them."""
         connected = False
         for event in events_of(self.events):
             if event == zmq.EVENT_CONNECT_DELAYED:
@@ -195,12 +202,15 @@ class Helper:
         self._in_flight: dict[tuple[bytes, int], float] = {}
         """Time at which a request, by its route and id, counts as answered."""
         self._spent: Counter[bytes] = Counter()
+        """Requests of each peer, by its route: see ``REQUESTS_PER_S``."""
         self._spent_since = time.monotonic()
+        """Time when a second's worth of them was last taken off."""
         self._asked: dict[int, int] = {}
         """Peers by the ids of questions that they have not answered."""
         self._free = [list(range(n * SLICES, (n + 1) * SLICES)) for n in range(len(settings.peers))]
-        """Slices that each peer's reads may use now."""
+        """Slices of the landing memory that each peer's reads may use now."""
         self._transfers: dict[int, PeerTransfer] = {}
+        """Reads by the daemon's ids."""
         self._stuck = set[int]()
         """Peers that are asked nothing, because all of their reads are stuck."""
         self._stuck_reads = 0
@@ -208,6 +218,7 @@ class Helper:
         self._agents: dict[int, Agent] = {}
         """Agents by the peer's number. A peer may have two: by its name in the settings, and by a request's address."""
         self._busy_until = self._beat_at = 0.0
+        """Time until which the loop does not pause for long, and time of the next sign of life."""
         self._start_nixl()
         self._peers = [self._connect(n, peer) if peer else None for n, peer in enumerate(settings.peers)]
         if settings.listen:
@@ -242,7 +253,7 @@ class Helper:
     # --- connections ------------------------------------------------------------------------------
 
     def _connect(self, number: int, peer: str, *, waits: bool = False) -> zmq.Socket[bytes]:
-        """Begin to connect. Until that is done requests fail at once, or wait."""
+        """Begin to connect. Until that is done requests fail at once, or wait if ``waits``."""
         dealer = peer_socket(self._zmq, zmq.DEALER, self._keys)
         dealer.setsockopt(zmq.IMMEDIATE, not waits)
         dealer.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
@@ -305,6 +316,8 @@ class Helper:
     # --- the loop ---------------------------------------------------------------------------------
 
     def run(self) -> None:
+        """Pass messages and let NIXL work, until the daemon is gone, or there are interfaces that NIXL did not find at
+        its start: then the daemon starts a new helper."""
         self._to_daemon(STARTED, 0, 0)
         fd = self._channel.fileno()
         while True:
@@ -328,29 +341,37 @@ class Helper:
                     self._from_daemon(*parsed(data))
             for number, link in self._links.items():
                 if ready.pop(link.events, 0) and link.take():
-                    self._connected_again(number)
+                    # NIXL connects again too, once ZeroMQ has: its old connection may hang as long as the network was
+                    # away, since TCP doubles the time to its next try.
+                    self._drop_agent(number)
             if self._router_events is not None and ready.pop(self._router_events, 0):
                 self._refused_handshakes += sum(1 for _ in events_of(self._router_events))
             for number, peer in enumerate(self._peers):
                 if peer is not None and peer in ready:
-                    self._answers(number, peer)
+                    self._pass_answers(number, peer)
             if self._router is not None and self._router in ready:
-                self._requests(self._router)
-            busy = now < self._busy_until
-            for call in range(CALLS_PER_TURN):
-                began = time.perf_counter()
-                self._nixl.get_new_notifs()  # lets NIXL work
-                moved = time.perf_counter() - began > MOVED_S
-                if moved and (busy or waiting or call):  # without work the first call may take as long for nothing
-                    self._busy_until = time.monotonic() + BUSY_AFTER_S
-                if self._transfers and self._end_transfers(now):
+                self._pass_requests(self._router)
+            self._let_nixl_work(now, waiting=waiting)
+
+    def _let_nixl_work(self, now: float, *, waiting: bool) -> None:
+        """Call NIXL, several times while there is work or bytes move, and report the reads that have ended.
+        ``waiting``: whether anything is lent or read."""
+        busy = now < self._busy_until
+        for call in range(CALLS_PER_TURN):
+            began = time.perf_counter()
+            self._nixl.get_new_notifs()
+            moved = time.perf_counter() - began > MOVED_S
+            if moved and (busy or waiting or call):  # without work the first call may take as long for nothing
+                self._busy_until = time.monotonic() + BUSY_AFTER_S
+            if self._transfers and self._end_transfers(now):
+                break
+            if not moved:
+                if not busy:
                     break
-                if not moved:
-                    if not busy:
-                        break
-                    time.sleep(WORKING_S)
+                time.sleep(WORKING_S)
 
     def _drop_expired(self, now: float) -> None:
+        """Drop the entries whose time has come, of tables in the order of these times, and count a new second."""
         for table in (self._lent_until, self._in_flight):
             while table and next(iter(table.values())) <= now:
                 del table[next(iter(table))]
@@ -365,7 +386,7 @@ class Helper:
         if kind in (FIND, PIN, RELEASE, FOLLOW):
             self._to_peer(kind, number, ident, payload)
         elif kind == READ:
-            self._begin(number, ident, *np.frombuffer(payload, np.uint64).reshape(-1, 2).T)
+            self._begin_read(number, ident, *np.frombuffer(payload, np.uint64).reshape(-1, 2).T)
         elif kind == FREE:
             self._free_slice(ident)
         elif kind == CONNECT:
@@ -399,8 +420,8 @@ class Helper:
 
     # --- serving ----------------------------------------------------------------------------------
 
-    def _requests(self, router: zmq.Socket[bytes]) -> None:
-        """Pass on peers' requests. What is not one, or too much, gets no answer."""
+    def _pass_requests(self, router: zmq.Socket[bytes]) -> None:
+        """Pass peers' requests to the daemon. What is not one, or too much, gets no answer."""
         for _ in range(AT_ONCE):
             if len(self._in_flight) >= MAX_IN_FLIGHT or not cast(int, router.get(zmq.EVENTS)) & zmq.POLLIN:
                 return
@@ -429,6 +450,7 @@ class Helper:
         return True
 
     def _reply(self, route: bytes, ident: int, payload: bytes) -> None:
+        """Send the daemon's answer to a peer, with how it reads this node's pool."""
         assert self._router is not None
         self._in_flight.pop((route, ident), None)
         where = msgspec.msgpack.encode((self._metadata, self._pool_at))
@@ -437,7 +459,8 @@ class Helper:
 
     # --- reading ----------------------------------------------------------------------------------
 
-    def _answers(self, number: int, peer: zmq.Socket[bytes]) -> None:
+    def _pass_answers(self, number: int, peer: zmq.Socket[bytes]) -> None:
+        """Pass a peer's answers to the daemon."""
         for _ in range(AT_ONCE):
             if not cast(int, peer.get(zmq.EVENTS)) & zmq.POLLIN:
                 return
@@ -459,8 +482,7 @@ class Helper:
         known = self._agents.get(number)
         if known is not None and (known.metadata, known.pool_at) == (metadata, pool_at):
             return
-        if known is not None:
-            self._drop_agent(number)
+        self._drop_agent(number)
         for agent in self._agents.values():
             if (agent.metadata, agent.pool_at) == (metadata, pool_at):
                 self._agents[number] = agent
@@ -472,22 +494,19 @@ class Helper:
         self._agents[number] = Agent(metadata, name, pool_at)
 
     def _drop_agent(self, number: int) -> None:
-        """Remove a peer's agent, under all its numbers."""
-        name = self._agents[number].name
-        self._agents = {at: agent for at, agent in self._agents.items() if agent.name != name}
-        self._remove_agent(name)
-
-    def _connected_again(self, number: int) -> None:
-        """Have NIXL connect to a peer again too, once ZeroMQ has: its old connection may hang as long as the network
-        was away, since TCP doubles the time to its next try."""
-        if number in self._agents:
-            self._drop_agent(number)
+        """Remove a peer's agent, if it has one, under all its numbers: NIXL connects again with its next answer."""
+        if (known := self._agents.get(number)) is None:
+            return
+        self._agents = {at: agent for at, agent in self._agents.items() if agent.name != known.name}
+        self._remove_agent(known.name)
 
     def _remove_agent(self, name: str) -> None:
         with suppress(Exception):  # of a peer that is gone; other peers are read all the same
             self._nixl.remove_remote_agent(name)
 
-    def _begin(self, number: int, ident: int, offsets: npt.NDArray[np.uint64], lengths: npt.NDArray[np.uint64]) -> None:
+    def _begin_read(
+        self, number: int, ident: int, offsets: npt.NDArray[np.uint64], lengths: npt.NDArray[np.uint64]
+    ) -> None:
         """Begin to read pieces of a peer's pool into one of its slices, or tell the daemon that it cannot begin."""
         if not self._free[number] or int(lengths.sum()) > SLICE_BYTES or number not in self._agents:
             why = b"The peer is not known." if self._free[number] else b"Earlier reads of it hang."
@@ -512,7 +531,7 @@ class Helper:
         self._report_if_ended(transfer, self._nixl.transfer)
 
     def _end_transfers(self, now: float) -> bool:
-        """End what has ended; return whether anything has."""
+        """Report reads that have ended, and note which peers are stuck; return whether any has ended."""
         ended = False
         for transfer in list(self._transfers.values()):
             if transfer.handle is not None:
@@ -527,7 +546,8 @@ class Helper:
         return ended
 
     def _report_if_ended(self, transfer: PeerTransfer, state_of: Callable[[Any], str]) -> bool:
-        """Report a read if it has ended by its state; return whether it has."""
+        """Report a read to the daemon if NIXL says that it has ended; return whether it has. ``state_of``: the call of
+        NIXL that begins it, or looks at it."""
         try:
             state = state_of(transfer.handle)
         except Exception:
@@ -548,7 +568,7 @@ class Helper:
         return True
 
     def _free_slice(self, ident: int) -> None:
-        """Have a read's memory used again: now, or once nothing can be written there any more."""
+        """Have a read's slice used again: now, or once nothing can be written there any more."""
         if (transfer := self._transfers.get(ident)) is None:
             return
         transfer.unawaited = True
@@ -591,6 +611,7 @@ def unbroken_interfaces() -> Iterator[set[str]]:
         with suppress(OSError):  # no more, or more than the kernel keeps
             while data := changes.recv(1 << 16):
                 while data:
+                    # Of a message about an address the index is at the same place, and the flags are not used.
                     nbytes, kind, index, flags = struct.unpack_from("IH14xiI", data)
                     is_up = flags & UP_AND_RUNNING == UP_AND_RUNNING
                     if kind in (RTM_DELLINK, RTM_DELADDR) or (kind == RTM_NEWLINK and not is_up):

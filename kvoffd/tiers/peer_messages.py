@@ -38,16 +38,17 @@ _FRAME_BYTES = 10
 """Bytes before a message's payload: kind, peer or length of a route, and id."""
 
 
-# Kinds of frames, to the helper and from it.
 FIND, PIN, RELEASE, READ, FREE, REPLY, CONNECT, FOLLOW = range(8)
+"""Kinds of frames to the helper. It sends FIND, PIN, RELEASE and FOLLOW to a peer, where they come in a REQUEST."""
 ANSWER, DONE, FAILED, REQUEST, STARTED, BEAT = range(16, 22)
+"""Kinds of frames from the helper."""
 
 
 class HelperSettings(msgspec.Struct, array_like=True, frozen=True):
     """First message to the helper. Descriptors are inherited; -1 for none."""
 
     peers: list[str]
-    """Addresses; an empty one is set later, by ``PeerHelper.connect``."""
+    """Addresses; an empty one is set later, by ``HelperProcess.connect``."""
     listen: str
     secret: bytes
     pool: tuple[int, int, int] = -1, 0, 0
@@ -119,6 +120,7 @@ def frame(kind: int, number: int, ident: int, payload: bytes = b"") -> bytes:
 
 
 def parsed(data: bytes) -> tuple[int, int, int, bytes]:
+    """Return what ``frame`` was given."""
     return data[0], data[1], int.from_bytes(data[2:_FRAME_BYTES], "little"), data[_FRAME_BYTES:]
 
 

@@ -101,7 +101,12 @@ def helper_command(channel: int) -> list[str]:
 
 
 class PeerCall:
-    """A request to the helper that a thread waits for."""
+    """A request to the helper that a thread waits for.
+
+    Attributes:
+        life: ``HelperProcess.life`` when it was sent.
+        ended: set once there is a ``reply``, or a ``problem``, a sentence why there is none.
+    """
 
     def __init__(self, kind: int, peer: int, ident: int, life: int) -> None:
         self.kind, self.peer, self.ident, self.life = kind, peer, ident, life
@@ -110,7 +115,7 @@ class PeerCall:
         self.problem = ""
 
 
-class PeerHelper:
+class HelperProcess:
     """Starts the helper, and starts it again when it has ended. ``call`` and ``send`` are for any thread.
 
     Args:
@@ -131,21 +136,24 @@ class PeerHelper:
         self._on_request, self._on_end = on_request, on_end
         nbytes = len(settings.peers) * SLICES * SLICE_BYTES
         self._landing = PoolMemory.create(nbytes, "kvoffd-peers") if nbytes else None
+        """Memory into which the helper reads; ``PeerStore`` copies from there into the pool."""
         if self._landing is not None:
             self._landing.touch(1)
         self.landing_address = self._landing.mapping.address if self._landing is not None else 0
         self._lock = threading.Lock()
         self._calls: dict[int, PeerCall] = {}
+        """Requests that a thread waits for, by id."""
         self._reads: dict[int, int] = {}
         """Peers by the ids of reads whose end the helper has not reported."""
         self._began = time.monotonic()
+        """Time when the last helper was started."""
         self._ids = count(secrets.randbits(62))
         self._channel: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._closed = threading.Event()
         """Set when the daemon stops."""
         self._start_ended = threading.Event()
-        """Set unless a helper is starting: it works, or has failed."""
+        """Set unless a helper is starting, which ``check`` waits for: the last one works, or has failed."""
         self._cannot_work = False
         """Whether the last helper said so, as without NIXL."""
         self.life = 0
@@ -221,9 +229,9 @@ class PeerHelper:
             if kind == READ:
                 self._reads[call.ident] = peer
         if not self.send(frame(kind, peer, call.ident, payload), SEND_S):
-            with self._lock:
+            with self._lock:  # not ``end``: the helper has no read of this id, whose memory it would have to free
                 self._reads.pop(call.ident, None)
-            self.end(call)
+                self._calls.pop(call.ident, None)
             raise StoreError(StoreFault.HELPER, self.problem or "The helper process for peers hangs.")
         return call
 
@@ -237,7 +245,8 @@ class PeerHelper:
         return call.reply
 
     def end(self, call: PeerCall) -> None:
-        """Forget a call. The helper uses a read's memory again once nothing can be written there any more."""
+        """Forget a call that was sent. The helper uses a read's memory again once nothing can be written there any
+        more."""
         with self._lock:
             self._calls.pop(call.ident, None)
         if call.kind == READ and not self.send(frame(FREE, call.peer, call.ident), SEND_S) and self.life == call.life:
@@ -249,7 +258,7 @@ class PeerHelper:
         try:
             return call.ident, self.wait(call, deadline)
         except StoreError:
-            if kind == PIN:
+            if kind == PIN:  # the peer may have lent blocks, and its answer be late or lost
                 self.release(peer, call.ident)
             raise
         finally:
@@ -293,6 +302,7 @@ class PeerHelper:
                 process.kill()
 
     def _run(self) -> None:
+        """Start one helper after the other, in the thread."""
         pause_s = FIRST_PAUSE_S
         while not self._closed.is_set():
             began = time.monotonic()
@@ -375,6 +385,7 @@ class PeerHelper:
                 os.close(served)
 
     def _received(self, data: bytes) -> None:
+        """Handle a message of the helper, in the thread."""
         kind, number, ident, payload = parsed(data)
         if kind == REQUEST:
             self._on_request(payload[:number], ident, payload[number], payload[number + 1 :])

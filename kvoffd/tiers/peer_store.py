@@ -1,4 +1,4 @@
-"""Blocks of one peer's pool, as a store that is only read. ``PeerHelper`` sends its questions and reads to the helper.
+"""Blocks of one peer's pool, as a store that is only read, by questions and reads that the helper process sends on.
 
 NIXL reads a peer's memory one-sidedly, and may still write what it was asked for long after it was told to stop, as
 measured with a peer that was stopped and continued. So it writes to memory of its own, from which a block is copied
@@ -43,14 +43,14 @@ from kvoffd.tiers.peer_messages import (
     decode_followed,
     decode_raised,
 )
-from kvoffd.tiers.peer_process import PeerCall, PeerHelper
+from kvoffd.tiers.peer_process import HelperProcess, PeerCall
 from kvoffd.tiers.store import GetRequest, PutRequest, Received, Store, StoreError, StoreFault
 from kvoffd_proto.messages import FINGERPRINT_BYTES
 
 declare(keep_gil=False, host_copy=(COUNT, *(VOID_P, VOID_P, VOID_P, NUMBER) * 2, VOID_P))
 
 BUSY_S = 0.005
-"""Pause after a block was BUSY."""
+"""Pause after the peer has lent none because it was BUSY."""
 AHEAD = 2
 """Reads of one thread that are under way."""
 
@@ -70,7 +70,7 @@ class PeerStore(Store):
     failed_s = 2.0  # a peer that was killed is back sooner than a store
     follows = True
 
-    def __init__(self, helper: PeerHelper, number: int) -> None:
+    def __init__(self, helper: HelperProcess, number: int) -> None:
         self._helper, self._number = helper, number
         self._closed = False
 
@@ -104,13 +104,14 @@ class PeerStore(Store):
         return int.from_bytes(reply[:GENERATION_BYTES], "little"), [there == 1 for there in reply[GENERATION_BYTES:]]
 
     def touch(self, blocks: Sequence[Block], deadline: float) -> list[bool]:
+        """A peer decides itself what it keeps."""
         return [False] * len(blocks)
 
     def get(self, requests: Sequence[GetRequest], patience_s: float) -> Iterator[Received | None]:
         def same(request: GetRequest) -> tuple[BlockGroup, list[int]]:
             return request.group, list(map(len, request.views))
 
-        for (_, lengths), members in groupby(requests, same):
+        for (_, lengths), members in groupby(requests, same):  # one PIN is about blocks of one group and geometry
             rest, most = list(members), max(1, min(MAX_BLOCKS, MAX_SHARDS // max(1, len(lengths))))
             give_up_at = time.monotonic() + patience_s
             while rest:
@@ -130,16 +131,19 @@ class PeerStore(Store):
     def _borrow(
         self, requests: Sequence[GetRequest], lengths: list[int], patience_s: float
     ) -> Iterator[Received | None]:
-        """Yield the blocks, which are of one group, up to the first that the peer does not lend now."""
+        """Yield the blocks, which are of one group, up to the first that is BUSY; None for one that the peer lacks."""
         began = time.monotonic()
         wanted = Pin(_find_of(requests[0].group, [request.key for request in requests]), lengths)
         ident, reply = self._call(PIN, wanted, began + patience_s)
         reading: _Reading | None = None
         try:
             pinned = _CheckedPinned(reply, len(requests), len(lengths))
-            until = began + pinned.seconds
+            until = began + pinned.seconds  # counted from before the question: the peer's time begins later
             requests = requests[: len(pinned.places)]
-            pieces_of = [_pieces(request, place) for request, place in zip(requests, pinned.places, strict=True)]
+            pieces_of = [
+                [] if place is None else list(map(_Piece, place.offsets, request.views))
+                for request, place in zip(requests, pinned.places, strict=True)
+            ]
             reading = _Reading(self._helper, self._number, [piece for pieces in pieces_of for piece in pieces])
             for request, place, pieces in zip(requests, pinned.places, pieces_of, strict=True):
                 if place is None:
@@ -158,6 +162,7 @@ class PeerStore(Store):
             self._helper.release(self._number, ident)
 
     def put(self, requests: Sequence[PutRequest], deadline: float) -> Sequence[bool | None]:
+        """Nothing is written to a peer."""
         return [None] * len(requests)
 
     def remove(self, group: BlockGroup, keys: Sequence[bytes], deadline: float) -> None:
@@ -227,13 +232,14 @@ class _Piece:
         """Checksum of its bytes; 0 if it came in several parts, or is short."""
 
 
-def _pieces(request: GetRequest, place: _Place | None) -> list[_Piece]:
-    """Return the pieces of a block, by rank; none if it is not lent."""
-    return [] if place is None else list(map(_Piece, place.offsets, request.views))
-
-
 class _Part:
-    """Spans of pieces that one read of the helper brings, each with its begin and length."""
+    """The spans of pieces that one read of the helper brings, each with its begin in the piece and its length.
+
+    Attributes:
+        call: the read, once it has begun.
+        addresses: where the spans go in the pool.
+        where: the payload of READ.
+    """
 
     call: PeerCall
 
@@ -254,21 +260,19 @@ class _Reading:
         pieces: in the order in which they are read.
     """
 
-    def __init__(self, helper: PeerHelper, peer: int, pieces: Sequence[_Piece]) -> None:
+    def __init__(self, helper: HelperProcess, peer: int, pieces: Sequence[_Piece]) -> None:
         self._helper, self._peer = helper, peer
         self._to_begin = _parts(pieces)
         self._under_way: deque[_Part] = deque()
 
     def land_next(self, deadline: float) -> None:
-        """Wait for the next part, and copy it into the pool; begin to read others. Raises StoreError."""
-        while len(self._under_way) < AHEAD and (part := next(self._to_begin, None)) is not None:
-            part.call = self._helper.begin(READ, self._peer, part.where)
-            self._under_way.append(part)
-        self._land(self._under_way[0], deadline)
-        self._under_way.popleft()
-
-    def _land(self, part: _Part, deadline: float) -> None:
+        """Begin to read parts, up to ``AHEAD``; wait for the next one, and copy it into the pool, by a call of C that
+        also computes the checksums of whole pieces. Raises StoreError."""
         helper = self._helper
+        while len(self._under_way) < AHEAD and (begun := next(self._to_begin, None)) is not None:
+            begun.call = helper.begin(READ, self._peer, begun.where)
+            self._under_way.append(begun)
+        part = self._under_way[0]
         which = self._peer * SLICES + helper.wait(part.call, deadline)[0] % SLICES  # its own, whatever was answered
         landed = helper.landing_address + which * SLICE_BYTES
         whole = [piece for piece, _, length in part.spans if length == len(piece.view)]
@@ -278,6 +282,7 @@ class _Reading:
         columns = array("Q", part.addresses), sources, array("Q", part.lengths), slots, slot_bytes, sums
         to, of, sizes, *checked = (column.buffer_info()[0] for column in columns)
         native().host_copy(to, of, sizes, len(part.spans), *checked, len(whole), ctypes.byref(ctypes.c_uint32(0)))
+        self._under_way.popleft()  # until here ``end`` would end it
         helper.end(part.call)
         if helper.life != part.call.life:  # another one may have written there
             raise StoreError(StoreFault.DISCONNECTED, "The helper process for peers ended during a read.")

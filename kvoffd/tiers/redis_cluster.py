@@ -40,10 +40,11 @@ SLOTS = 16_384
 DOWN_PAUSE_S = 2.0
 """Pause before a failed master, or slots without an owner, are tried again."""
 AGAIN_S, TLS_AGAIN_S, AGAIN_FACTOR = 0.05, 0.2, 3
-"""Time to connect to such a master, since the same thread asks the others; and more for masters that are far away: this
-factor of what the fastest took."""
+"""Time to connect again to a master that failed, without and with TLS: short, since the same thread asks the others. It
+is more if all masters are far away: this factor of what the fastest took."""
 FIND_S = 2.0
-"""Time for connecting to all masters, in equal parts, and after which no other server is asked for them."""
+"""Time for connecting to all masters, in equal parts; and for learning who they are, after which no more servers are
+asked."""
 RAISE_PAUSE_S = 60.0
 """Pause before a lost copy of a generation is written again, if this node may not write it."""
 MAX_MASTERS = 256
@@ -133,7 +134,9 @@ class RedisCluster(Store):
         ttl_s: int = 0,
     ) -> None:
         self._seed, self._masters = (host, port), masters
+        """``_seed``: the URL's server."""
         self._again_s = TLS_AGAIN_S if tls else AGAIN_S
+        """Least time to connect to a master that failed."""
         self.servers: Servers = servers
         self._open = partial(Redis, database=0, credentials=credentials, tls=tls, ttl_s=ttl_s, clustered=True)
         self._nodes: dict[Address, Redis] = {}
@@ -147,6 +150,7 @@ class RedisCluster(Store):
         self._unhelpful: dict[Address, float] = {}
         """Time when a server last did not say who the masters are, since one did: it is asked after the others."""
         self._raise_at = 0.0
+        """Time from which lost copies of generations are written again: see RAISE_PAUSE_S."""
 
     def connect(self) -> None:
         self._connect(time.monotonic() + FIND_S)
@@ -214,6 +218,8 @@ class RedisCluster(Store):
         self.servers.failed(name_of(address), error, is_skipped=is_skipped)
 
     def _find_owners(self, until: float) -> None:
+        """Ask one server after the other who the masters are, until one says it; first those that said so before and
+        have not failed."""
         failure: StoreError | None = None
         known = dict.fromkeys([*self._nodes, self._seed, *self._masters.addresses])
         for address in sorted(known, key=lambda one: (self._unhelpful.get(one, 0.0), self._down_until.get(one, 0.0))):
@@ -273,13 +279,14 @@ class RedisCluster(Store):
             if self._pings(address, Redis.ping_answer, max(until, time.monotonic() + self._least_s)):
                 answer.add(address)
                 self._answered(address)
-        if len({at * COPIES // SLOTS for at, owner in enumerate(self._owners) if owner in answer}) < NEEDED_COPIES:
+        thirds = {slot * COPIES // SLOTS for slot, owner in enumerate(self._owners) if owner in answer}
+        if len(thirds) < NEEDED_COPIES:  # of the slots, with a copy of each generation in each
             raise self._too_few()
 
-    def _pings(self, address: Address, part: Callable[[Redis, float], None], deadline: float) -> bool:
-        """Run a part of a ping of a master; return whether it succeeded."""
+    def _pings(self, address: Address, half: Callable[[Redis, float], None], deadline: float) -> bool:
+        """Run the sending or the receiving half of a ping of a master; return whether it succeeded."""
         try:
-            part(self._nodes[address], deadline)
+            half(self._nodes[address], deadline)
         except StoreError as error:
             self._skip(address, error)
             return False
@@ -309,7 +316,7 @@ class RedisCluster(Store):
             self.connect()
             return super().generations(fingerprints, deadline)  # one of them has no number
         found = list[int | StoreError]()
-        for fingerprint in fingerprints:
+        for fingerprint in fingerprints:  # enough copies of one may be reachable, and not of another
             known = {name: numbers[name] for name in copies_of(fingerprint) if name in numbers}
             found.append(self._highest(known, deadline) if len(known) >= NEEDED_COPIES else self._too_few())
         return found
@@ -342,7 +349,7 @@ class RedisCluster(Store):
         """Ask all masters at once, then receive from one after the other: the reachable copies of generations, and
         which names exist. ``touches``: those that do count as used."""
         up = self._reachable(deadline)
-        parts, copies_at = self._by_owner(names, up), self._by_owner(copies, up)
+        parts, copies_at = self._by_owner(names, up), self._by_owner(copies, up)  # indices, by master
         if copies and sum(map(len, copies_at.values())) < NEEDED_COPIES:
             raise self._too_few()
         found, numbers = [False] * len(names), {}
@@ -356,7 +363,7 @@ class RedisCluster(Store):
                     node.send_questions(asked, deadline, [copies[at] for at in copies_at.get(address, ())])
         for address in addresses:
             places = parts.get(address, [])
-            with self._exchange(address, skips_busy=True) as node:
+            with self._exchange(address, skips_busy=True) as node:  # in the order in which ``send_questions`` sent
                 for at in copies_at.get(address, ()):
                     if (number := node.generation_answer(copies[at], deadline)) is not None:
                         numbers[copies[at]] = number
@@ -439,7 +446,7 @@ class RedisCluster(Store):
 
     def _answered(self, address: Address) -> None:
         """Record that a master answers: another connection may have recorded that it does not."""
-        if not self.servers.all_answer:
+        if not self.servers.all_answer:  # without the lock, since this is called for each answer
             self.servers.answered(name_of(address))
 
     def _too_few(self) -> StoreError:
@@ -447,7 +454,8 @@ class RedisCluster(Store):
         return StoreError(StoreFault.UNREACHABLE, why, is_lasting=False)
 
     def _raise_copies(self, numbers: Mapping[bytes, int], generation: int, deadline: float) -> list[int]:
-        """Raise copies of a generation from these numbers to at least ``generation``; return their numbers then."""
+        """Raise copies of a generation from these numbers, by their names, to at least ``generation``; return their
+        numbers then."""
         found = []
         for name, number in numbers.items():
             address = self._owners[slot_of(name)]
@@ -472,7 +480,8 @@ def open_redis(url: str, credentials: Credentials) -> Callable[[], Store]:
     parts = urlsplit(url)
     host, port, database = parts.hostname or "", parts.port or 6379, int(parts.path.strip("/") or 0)
     tls = parts.scheme.startswith("rediss")
-    ttl_s = ceil(sum(map(parse_duration, parse_qs(parts.query).get("ttl", ())[-1:])))
+    ttls = parse_qs(parts.query).get("ttl")
+    ttl_s = ceil(parse_duration(ttls[-1])) if ttls else 0
     if parts.scheme.endswith("+cluster"):
         servers, masters = Servers(name_of((host, port))), Masters()
         return lambda: RedisCluster(host, port, credentials, servers, masters, tls=tls, ttl_s=ttl_s)

@@ -65,9 +65,9 @@ class RedisConnection:
         self._beyond = bytearray(HEAD_BYTES)
         """Buffer for what one call receives behind a value's shards."""
         self._answered = False
-        """Whether anything was received over this connection."""
+        """Whether anything was received over this connection: if not, TLS may be missing, or wanted."""
         self._server: object = None
-        """Address of the server."""
+        """Address of the server that it leads to, or last led to."""
         self._refused_by: object = None
         """Address of the server if it refused a write, as a replica, over the connection before."""
 
@@ -77,12 +77,12 @@ class RedisConnection:
             return False
         self._socket.settimeout(0)
         try:
-            self._socket.recv(1)
+            self._socket.recv(1)  # it has been closed, or something unrequested came
+            return False
         except (BlockingIOError, ssl.SSLWantReadError):
             return True
         except OSError:
-            pass
-        return False  # the server has closed it, or sent something unrequested
+            return False
 
     def open(self, connect_s: float) -> float:
         """Connect to the server that has the name now. Return the deadline for the login.
@@ -136,14 +136,11 @@ class RedisConnection:
 
     # --- sending ---------------------------------------------------------------------------------
 
-    def send(self, parts: Sequence[bytes | memoryview], deadline: float) -> None:
-        """Send the beginning of an exchange. Earlier unexpected input would be taken for its answer."""
-        if self._input:
+    def send(self, parts: Sequence[bytes | memoryview], deadline: float, *, continues: bool = False) -> None:
+        """Send the beginning of an exchange, or more of it if it ``continues``: then some of its answers may have
+        come."""
+        if self._input and not continues:  # it would be taken for the answer
             raise self.protocol_error("unexpected extra reply")
-        self.send_on(parts, deadline)
-
-    def send_on(self, parts: Sequence[bytes | memoryview], deadline: float) -> None:
-        """Send more of an exchange."""
         rest = [memoryview(part) for part in parts if part]
         while rest:
             with self._ready(deadline) as connected:  # TLS has no sendmsg
@@ -163,7 +160,7 @@ class RedisConnection:
         return line
 
     def lines(self, count: int, deadline: float) -> list[bytes]:
-        """Receive this many lines."""
+        """Receive this many lines, without their ends."""
         data, there = self._input, self._input.count(b"\n")
         while there < count:
             if len(data) > REPLIES_BYTES + count * LINE_BYTES:
@@ -186,10 +183,9 @@ class RedisConnection:
         return data
 
     def fill(self, views: Sequence[memoryview], deadline: float) -> Sequence[int]:
-        """Receive into these views, and any further bytes into the input, if possible by the same call.
-
-        Returns the views' checksums if that call computes them, without the GIL.
-        """
+        """Fill these views with what was received and what comes. Without TLS one call of C does it, without the GIL,
+        takes any further bytes too, and returns the views' checksums; else, or if nothing had to come, none are
+        returned."""
         done = 0
         for view in views:
             part = self._input[done : done + len(view)]
@@ -197,18 +193,14 @@ class RedisConnection:
             done += len(part)
         del self._input[:done]
         rest = drop_bytes(list(views), done)
-        if rest and not self._tls:
-            return self._receive_all(rest, views, deadline)
-        while rest:
+        while rest and self._tls:
             with self._ready(deadline) as connected:
                 count = connected.recv_into(rest[0])
             if not count:
                 raise self._lost("it closed the connection")
             rest = drop_bytes(rest, count)
-        return ()
-
-    def _receive_all(self, rest: Sequence[memoryview], views: Sequence[memoryview], deadline: float) -> Sequence[int]:
-        """Receive the rest of the views, and any further bytes; return the checksums of the views."""
+        if not rest:
+            return ()
         with self._ready(deadline) as connected:
             fd, left_s = connected.fileno(), deadline - time.monotonic()
         into = *rest, memoryview(self._beyond)
@@ -225,6 +217,7 @@ class RedisConnection:
         return sums
 
     def _receive(self, count: int, deadline: float) -> bytes:
+        """Receive up to ``count`` bytes, at least one."""
         with self._ready(deadline) as connected:
             data = connected.recv(count)
         if not data:

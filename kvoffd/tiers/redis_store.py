@@ -133,7 +133,9 @@ class Redis(Store):
         return StoreUsage(*(int(found[name]) for name in ("maxmemory", "used_memory", "evicted_keys")))
 
     def generation(self, fingerprint: bytes, deadline: float) -> int:
-        return self.stored_generation(generation_name(fingerprint), deadline)
+        name = generation_name(fingerprint)
+        self.send_questions([], deadline, [name])
+        return self.generation_answer(name, deadline) or 0
 
     def generations(self, fingerprints: Sequence[bytes], deadline: float) -> list[int | StoreError]:
         # A GET for each in one message: MGET is none of the commands that a restricted user of release 0.2 has.
@@ -151,11 +153,6 @@ class Redis(Store):
                     found.append(error)
                     break
         return found
-
-    def stored_generation(self, name: bytes, deadline: float) -> int:
-        """Return the generation of this name."""
-        self.send_questions([], deadline, [name])
-        return self.generation_answer(name, deadline) or 0
 
     def ask(self, group: BlockGroup, keys: Sequence[bytes], deadline: float, *, prefix: bool) -> tuple[int, list[bool]]:
         own_name = generation_name(group.fingerprint)
@@ -177,14 +174,14 @@ class Redis(Store):
         self._connection.send([_repeated(b"GET", generations) + _repeated(b"EXISTS", names)], deadline)
 
     def generation_answer(self, name: bytes, deadline: float) -> int | None:
-        """Receive the generation of this name; None if it is elsewhere in the cluster."""
+        """Receive the generation of this name, 0 for none; None if it is elsewhere in the cluster."""
         text = b""
         match self._value_length(deadline):
-            case RefusedReply(kind=Refusal.BUSY) as busy:
+            case RefusedReply(kind=Refusal.BUSY) as busy:  # without it, the other answers are useless
                 self.close()
                 raise busy.error
             case RefusedReply(kind=Refusal.WRONG_TYPE):
-                text = b"of another type"
+                text = b"of another type"  # is no number, as what is long
             case RefusedReply():
                 return None
             case int(length):
@@ -201,7 +198,7 @@ class Redis(Store):
         for request in requests:
             received = self.value(request, time.monotonic() + patience_s)
             yield received
-            if isinstance(received, Received) and received.block is None:
+            if isinstance(received, Received) and received.block is None:  # the connection is closed
                 return
 
     def send_gets(self, requests: Sequence[GetRequest], deadline: float) -> None:
@@ -228,7 +225,7 @@ class Redis(Store):
         length = self._value_length(deadline)
         if isinstance(length, RefusedReply) and length.kind is not Refusal.WRONG_TYPE:
             received = length.error if length.kind is Refusal.BUSY else None
-        elif length is not None:
+        elif length is not None:  # a value, perhaps of another length, or a key of another type: no block
             fits = length == HEADER_BYTES + request.group.nbytes
             if not fits or (block := decode_header(self._connection.take(HEADER_BYTES, deadline))) is None:
                 self.close()
@@ -237,7 +234,7 @@ class Redis(Store):
             if self._connection.take(2, deadline) != b"\r\n":
                 raise self._connection.protocol_error("a value does not end where it should")
         self._coming_bytes -= request.group.nbytes
-        self._connection.send_on(self._further_gets(), deadline)
+        self._connection.send(self._further_gets(), deadline, continues=True)
         return received
 
     def put(self, requests: Sequence[PutRequest], deadline: float) -> list[bool | None]:
@@ -271,7 +268,7 @@ class Redis(Store):
             return True
         if refused.kind is Refusal.BUSY:
             return refused.error
-        return False if refused.kind is Refusal.FULL else None
+        return False if refused.kind is Refusal.FULL else None  # None: its slot is elsewhere
 
     def remove(self, group: BlockGroup, keys: Sequence[bytes], deadline: float) -> None:
         self.remove_names(block_names(group, keys), deadline)
@@ -319,7 +316,7 @@ class Redis(Store):
         until = time.monotonic() + TURNS * TURN_MS / 1000
         while True:
             is_turn, seen = self._take_turn(name, deadline)
-            if seen >= generation:
+            if seen >= generation:  # another node's raise was enough
                 return seen
             if is_turn or time.monotonic() >= until:
                 break
@@ -339,9 +336,11 @@ class Redis(Store):
     # --- RESP ------------------------------------------------------------------------------------
 
     def _send_words(self, words: Sequence[bytes], deadline: float) -> None:
+        """Send one command."""
         self._connection.send([b"*%d\r\n" % len(words), *map(_bulk, words)], deadline)
 
     def _command(self, words: Sequence[bytes], deadline: float) -> None:
+        """Send a command whose answer is OK."""
         self._send_words(words, deadline)
         self._check(self._connection.line(deadline), b"+")
 
@@ -400,9 +399,9 @@ class Redis(Store):
         """Receive ``count`` numbers; return whether each is not 0. What a busy server refused counts as 0, unless that
         is all."""
         answers = self._connection.lines(count, deadline)
-        absent, kinds = {b":0"}, set(answers)
-        expected: Collection[Refusal] = {Refusal.BUSY} if any(line.startswith(b":") for line in kinds) else ()
-        for line in kinds - {b":0", b":1"}:
+        absent, different = {b":0"}, set(answers)  # of thousands of answers few are different
+        expected: Collection[Refusal] = {Refusal.BUSY} if any(line.startswith(b":") for line in different) else ()
+        for line in different - {b":0", b":1"}:
             if self._refused(line, expected) is not None:
                 absent.add(line)
             else:
@@ -429,5 +428,6 @@ def _bulk(data: bytes) -> bytes:
 
 def _repeated(command: bytes, names: Sequence[bytes], *last: bytes) -> bytes:
     """Encode a command for each name, with the arguments ``last``."""
-    head, end = b"*%d\r\n%s" % (2 + len(last), _bulk(command)), b"".join(map(_bulk, last))
+    head = b"*%d\r\n$%d\r\n%s\r\n" % (2 + len(last), len(command), command)
+    end = b"".join(map(_bulk, last))
     return b"".join([b"%s$%d\r\n%s\r\n%s" % (head, len(name), name, end) for name in names])

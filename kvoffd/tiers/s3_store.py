@@ -42,6 +42,7 @@ REQUEST_S = 30.0
 GENERATION_S = 5.0
 """Time for which a generation is cached: a fleet-wide reset takes effect within it."""
 MAX_GENERATIONS = 1024
+"""Generations that are cached, and ETags of their objects; with one more, the others are forgotten."""
 LISTED_FROM = 13
 """Namespaces from which on their generations are listed in one request: AWS charges a LIST as 12.5 GETs."""
 MAX_LISTED = 1000
@@ -155,8 +156,10 @@ class S3(Store):
         self._bucket = bucket
         self._loop: asyncio.AbstractEventLoop | None = None
         self._task: asyncio.Task[Any] | None = None
+        """The running call, for ``interrupt``."""
         self._generations: dict[bytes, tuple[int, float]] = {}
-        self._tags: dict[bytes, tuple[str, int]] = {}
+        """Generations by name, and the time when each was learned: see GENERATION_S."""
+        self._etags: dict[bytes, tuple[str, int]] = {}
         """ETags of the generations' objects that were read last, and their numbers."""
         self._came_at = 0.0
         """Time when a part of an object last came, or the wait began."""
@@ -198,6 +201,7 @@ class S3(Store):
         return self._run(self._numbers(list(map(generation_name, fingerprints))), deadline)
 
     async def _numbers(self, names: Sequence[bytes]) -> list[int | StoreError]:
+        """Return the generations of these names; for each without a valid one, or an answer, the error."""
         if len(names) >= LISTED_FROM:
             await self._list_generations(names)
         unanswered = StoreError(StoreFault.TIMEOUT, f"{self._bucket.name} did not answer about a generation in time.")
@@ -208,7 +212,7 @@ class S3(Store):
         return found
 
     async def _number(self, name: bytes) -> int | StoreError:
-        """Return a generation; the error where its object has none."""
+        """Return a generation; the error if its object has no valid one."""
         try:
             return await self._generation(name)
         except StoreError as error:
@@ -217,29 +221,31 @@ class S3(Store):
             return error
 
     async def _list_generations(self, names: Sequence[bytes]) -> None:
-        """Learn which of these generations are as they were when they were read last, or do not exist."""
+        """Remember those of these generations that are as they were when they were read last, or do not exist, by one
+        request: ``_generation`` asks for the others."""
         place = self._path(names[0]).rsplit("/", 2)[0]
         listed = await self._request(lambda: self._first_listed(place))
         now = time.monotonic()
         has_all = len(listed) < MAX_LISTED
-        for name in names:
-            tag, number = self._tags.get(name, ("", 0))
-            listed_tag = listed.get(_place_of(name.decode()))
-            if listed_tag is None and has_all:
+        for name in names:  # an object without an ETag, or that was never read, is asked for
+            etag, number = self._etags.get(name, ("", 0))
+            listed_etag = listed.get(_place_of(name.decode()))
+            if listed_etag is None and has_all:
                 self._remember(name, 0, now)
-            elif listed_tag and listed_tag == tag:
+            elif listed_etag and listed_etag == etag:
                 self._remember(name, number, now)
 
     async def _first_listed(self, place: str) -> dict[str, str]:
         """Return the ETags of the first objects below a path, by the last parts of their names."""
         async for part in obstore.list(self._bucket.client, place, chunk_size=MAX_LISTED):
-            return {_place_of(one["path"]): _tag_of(one) for one in part}
+            return {_place_of(one["path"]): _etag_of(one) for one in part}
         return {}
 
     def ask(self, group: BlockGroup, keys: Sequence[bytes], deadline: float, *, prefix: bool) -> tuple[int, list[bool]]:
         return self._run(self._ask(generation_name(group.fingerprint), block_names(group, keys), prefix), deadline)
 
     async def _ask(self, own_name: bytes, names: Sequence[bytes], prefix: bool) -> tuple[int, list[bool]]:
+        """Return the generation of a name, and which names of blocks exist, asked for concurrently."""
         generation = asyncio.ensure_future(self._generation(own_name))
         try:
             found = await (self._prefix(names) if prefix else self._heads(names))
@@ -256,8 +262,13 @@ class S3(Store):
         return self._run(self._there([block_name(block.group, block.key) for block in blocks]), deadline)
 
     async def _there(self, names: Sequence[bytes]) -> list[bool]:
-        ends = await self._heads([*names[:1], *names[1:][-1:]])
-        return [ends[0], *await self._heads(names[1:-1]), *ends[1:]] if any(ends) else [False] * len(names)
+        """Return which of a chain's names exist: see ``touch``."""
+        if len(names) < 3:
+            return await self._heads(names)
+        first, last = await self._heads([names[0], names[-1]])
+        if not (first or last):
+            return [False] * len(names)
+        return [first, *await self._heads(names[1:-1]), last]
 
     def get(self, requests: Sequence[GetRequest], patience_s: float) -> Iterator[Received | StoreError | None]:
         assert self._loop is not None
@@ -272,8 +283,9 @@ class S3(Store):
     def _received(self, task: asyncio.Task[Received | None], patience_s: float) -> Received | StoreError | None:
         """Return what a task received, or the error if the bucket refused this request. Raises StoreError."""
         try:
-            there = task.done() and not task.exception()
-            return task.result() if there else self._run(self._patiently(task, patience_s), inf)
+            if task.done() and not task.exception():
+                return task.result()
+            return self._run(self._patiently(task, patience_s), inf)  # also of one that failed: it makes a StoreError
         except StoreError as error:
             if error.kind is not StoreFault.BUSY:
                 raise
@@ -306,6 +318,7 @@ class S3(Store):
         return self._run(self._all(puts, unanswered=None), deadline)
 
     async def _put(self, name: bytes, parts: Sequence[bytes | memoryview]) -> bool:
+        """Write an object; return False if the bucket has no space."""
         try:
             whole = [part for part in parts if len(part)]
             path = self._path(name)
@@ -334,6 +347,7 @@ class S3(Store):
         return generation
 
     def _path(self, name: bytes) -> str:
+        """Return an object's path: see the top of this file. Those of generations have ``ge`` for a hash."""
         text = name.decode()
         start = text.rpartition("/")[2][:2]
         return f"{self._bucket.prefix}{start}/{text}"
@@ -342,11 +356,11 @@ class S3(Store):
         known, at = self._generations.get(name, (0, 0.0))
         if at and time.monotonic() - at < GENERATION_S:
             return known
-        value, tag = await self._value(name)
+        value, etag = await self._value(name)
         number = decode_generation(value, f"The object {self._path(name)}")
-        if len(self._tags) >= MAX_GENERATIONS:
-            self._tags.clear()
-        self._tags[name] = tag, number
+        if len(self._etags) >= MAX_GENERATIONS:
+            self._etags.clear()
+        self._etags[name] = etag, number
         self._remember(name, number, time.monotonic())
         return number
 
@@ -360,7 +374,8 @@ class S3(Store):
         try:
             answer = await self._request(lambda: obstore.get_async(self._bucket.client, self._path(name)))
             value = bytearray(min(answer.meta["size"], MAX_VALUE_BYTES))
-            return bytes(value) if await self._receive(answer, [value]) else b"?", _tag_of(answer.meta)
+            whole = await self._receive(answer, [value])  # else it is longer than any generation
+            return bytes(value) if whole else b"?", _etag_of(answer.meta)
         except FileNotFoundError as error:
             if "NoSuchBucket" in str(error):
                 raise
@@ -463,6 +478,7 @@ class S3(Store):
         return [task.result() if error is None else unanswered for task, error in zip(tasks, failed, strict=True)]
 
     def _run(self, work: Awaitable[T], deadline: float) -> T:
+        """Run a call on the event loop. Raises StoreError. A deadline of inf: the work has its own limits."""
         assert self._loop is not None
         left = deadline - time.monotonic()
         if left < inf:
@@ -522,7 +538,7 @@ def _place_of(path: str) -> str:
     return "/".join(path.rsplit("/", 2)[1:])
 
 
-def _tag_of(meta: obstore.ObjectMeta) -> str:
+def _etag_of(meta: obstore.ObjectMeta) -> str:
     """Return an object's ETag; empty for none, as of a server that has no hashes."""
     return (meta["e_tag"] or "").strip('"')
 

@@ -25,7 +25,7 @@ from kvoffd.tiers.block_threads import (
     take_batch,
 )
 from kvoffd.tiers.breaker import Breaker
-from kvoffd.tiers.fleet_clears import FleetClears, Poll
+from kvoffd.tiers.fleet_clears import RAISE_S, FleetClears, Poll
 from kvoffd.tiers.generations import Generations
 from kvoffd.tiers.header import (
     Block,
@@ -54,11 +54,13 @@ from kvoffd.tiers.tier import (
 logger = logging.getLogger(__name__)
 
 MAX_READS, MAX_WRITES = 4096, 64
+"""Reads that may wait, and writes that may wait or run."""
 MAX_REMOVALS, REMOVED_AT_ONCE = 16, 1000
 """Tasks that may wait beyond ``MAX_WRITES`` before removals are dropped, and objects of one removal."""
 MAX_OBJECT_BYTES = 500 * 2**20
 """Limit of a block: Redis accepts values of 512 MiB."""
 READERS = 2
+"""Threads that read, each with a connection."""
 ASKS_IN_TURN = 256
 """Asks, in the order in which they came, whose namespaces take turns."""
 
@@ -99,6 +101,7 @@ class SharedTier(Tier):
     ) -> None:
         super().__init__(name, listener)
         self._store = first = open_store()
+        """The asking thread's connection. Others use only its constants and ``servers``."""
         self._stores = [first, *(open_store() for _ in range(READERS + first.writers))]
         self.ask_deadline_s = ask_deadline_s
         self.breaker = Breaker(clock)
@@ -106,34 +109,46 @@ class SharedTier(Tier):
         self._clock = clock
         self.post = post
         self.generations = generations or Generations()
-        self._poll_next = self.closed = False
-        """``_poll_next``: whether a poll is taken next, if one waits."""
+        self.closed = False
+        """Set when it is closed, or the daemon stops: its threads begin nothing more."""
+        self._poll_next = False
+        """Whether ``_next_question`` takes a poll next, if one waits."""
         self._ask_shares = FairShares[bytes]()
         """Keys that namespaces asked for while others waited."""
         self._writes: dict[tuple[int, bytes], ObjectWrite] = {}
-        threads = [BlockThread(self, store, clock) for store in self._stores[1:]]
-        asker = AskingThread(self, first, clock)
-        asks = [lambda questions: [question.run(asker) for question in questions]]
-        reads, writes = [one.reads for one in threads[:READERS]], [one.writes for one in threads[READERS:]]
-        ends = post, clock
-        self._asking = make_workers(
-            "kvoffd-shared-ask", asks, lambda error: error, self._question_ended, *ends, self._next_question
+        """Writes that have not ended, by tag and key."""
+        make_threads = partial(make_workers, post=post, clock=clock)
+        asker, threads = AskingThread(self, first, clock), [BlockThread(self, one, clock) for one in self._stores[1:]]
+        self._asking = make_threads(
+            "kvoffd-shared-ask",
+            [lambda questions: [question.run(asker) for question in questions]],
+            failed=lambda error: error,
+            on_end=self._question_ended,
+            take=self._next_question,
         )
-        failed, take = (Result.FAILED, None), partial(take_batch, first)
-        self._reading = make_workers(
-            *("kvoffd-shared-read", reads, lambda error: failed, self._read_ended, *ends, take),
+        self._reading = make_threads(
+            "kvoffd-shared-read",
+            [thread.reads for thread in threads[:READERS]],
+            failed=lambda error: (Result.FAILED, None),
+            on_end=self._read_ended,
+            take=partial(take_batch, first),
             nice=READERS_NICE,
         )
-        self._writing = make_workers(
-            "kvoffd-shared-write", writes, lambda error: Result.FAILED, self._write_ended, *ends, take
+        self._writing = make_threads(
+            "kvoffd-shared-write",
+            [thread.writes for thread in threads[READERS:]],
+            failed=lambda error: Result.FAILED,
+            on_end=self._write_ended,
+            take=partial(take_batch, first),
         )
         self._answers = Answers(self, listener, first, clock, self._asking.put)
-        self._know_nothing(name)
+        self._set_store(name)
         if name:
-            self._put_due_questions()
+            self._put_due_questions()  # the first probe
 
-    def _know_nothing(self, name: str) -> None:
-        """Start without knowledge of the store of this name."""
+    def _set_store(self, name: str) -> None:
+        """Set what belongs to one store, the one of this name, of which nothing is known. The rest stays when a place
+        gets another peer (``become``)."""
         self.name, self.counters = name, TierStats()
         self.health = StoreHealth(self.breaker, self.counters, len(self._pool), self._clock)
         self.clears = FleetClears(self, self._store, self._clock, self._asking.put, self._answers.clear)
@@ -141,8 +156,9 @@ class SharedTier(Tier):
         self._answers.is_unanswered = False
 
     def become(self, name: str) -> None:
-        """Become the tier of another store, while idle."""
-        self._know_nothing(name)
+        """Become the tier of another peer, or of none, while idle. The connections lead there by now:
+        ``HelperProcess.connect``."""
+        self._set_store(name)
         self._answers.clear()
         self.health.assume_steady()
         self.breaker.reset()  # the first question waits for the connection
@@ -157,17 +173,17 @@ class SharedTier(Tier):
         """Take polls and other questions in turn, so that neither delays the other.
 
         Of several asks take the first of the namespace that has asked for the fewest keys while others waited. An ask
-        passes no question of another kind: a clear that was put before it comes first.
+        passes polls, but no question of another kind: a clear that was put before it comes first.
         """
         polls = (isinstance(question, Poll) for question in waiting)
         at = next((at for at, is_poll in enumerate(polls) if is_poll is self._poll_next), 0)
         self._poll_next = not self._poll_next
         if isinstance(question := waiting[at], Ask):
-            firsts = {question.group.fingerprint: (at, question)}  # place and ask, by namespace
-            for number, one in enumerate(islice(waiting, at + 1, at + ASKS_IN_TURN), at + 1):
-                if isinstance(one, Ask):
-                    firsts.setdefault(one.group.fingerprint, (number, one))
-                elif not isinstance(one, Poll):
+            firsts = {question.group.fingerprint: (at, question)}  # each namespace's first ask, and its place
+            for place, later in enumerate(islice(waiting, at + 1, at + ASKS_IN_TURN), at + 1):
+                if isinstance(later, Ask):
+                    firsts.setdefault(later.group.fingerprint, (place, later))
+                elif not isinstance(later, Poll):
                     break
             if len(firsts) > 1:
                 fingerprint, *_ = self._ask_shares.order(firsts)
@@ -188,8 +204,8 @@ class SharedTier(Tier):
 
     def wants(self, group: BlockGroup, keys: Sequence[bytes]) -> list[bool]:
         tag, fits = group.tag, group.nbytes <= MAX_OBJECT_BYTES and fits_header(group, MAX_KEY_BYTES)
-        believed = self._answers.are_believed(tag, keys)
-        return [fits and (tag, key) not in self._writes and not its for key, its in zip(keys, believed, strict=True)]
+        there = self._answers.are_believed(tag, keys)
+        return [fits and (tag, key) not in self._writes and not its for key, its in zip(keys, there, strict=True)]
 
     def read(
         self,
@@ -213,7 +229,7 @@ class SharedTier(Tier):
     def write(self, block: Block, offsets: Sequence[int], on_end: WriteEnd) -> bool:
         group, key = block.group, block.key
         most = 1 if self.refuses_writes() else MAX_WRITES
-        if not (self.available() and self.health.accepts_writes) or len(self._writes) >= most:
+        if not (self.available() and self.health.tries_writes) or len(self._writes) >= most:
             return False
         if not self.takes(group, key) or not all(self.wants(group, [key])):
             return False
@@ -236,9 +252,11 @@ class SharedTier(Tier):
                 self._write_ended(removal, Result.FAILED)
 
     def _stored(self, group: BlockGroup) -> BlockGroup:
+        """Return the group as it is in the store now."""
         return stored_group(group, self.generations.fleet(group.fingerprint))
 
     def _views(self, group: BlockGroup, offsets: Sequence[int]) -> list[memoryview]:
+        """Return the pool's memory of a block, one view per shard."""
         return [self._pool[at : at + length] for at, length in zip(offsets, group.lengths, strict=True)]
 
     # --- state and maintenance -------------------------------------------------------------------
@@ -247,7 +265,8 @@ class SharedTier(Tier):
         return bool(self.name) and not self.breaker.open and not self.closed
 
     def takes(self, group: BlockGroup, key: bytes) -> bool:
-        # Blocks of a namespace that was reset on all nodes belong to the earlier generation until they are dropped.
+        # Of a namespace that was reset on all nodes the pool's blocks are void until they are dropped here. (Those that
+        # are too large for a store are not wanted.)
         return group.fingerprint not in self.generations.voided
 
     def refuses_writes(self) -> bool:
@@ -283,11 +302,11 @@ class SharedTier(Tier):
         if self._store.servers is not None:
             for name, error in self._store.servers.take_skipped().items():
                 self._error(f"{error.kind} {name}", error.sentence)
-        if self._asking.longest_s > HANGS_S + self.clears.longest_s:
+        if self._asking.longest_s > HANGS_S + (RAISE_S if self.clears.raises else 0.0):
             self._end_overdue()
 
     def _end_overdue(self) -> None:
-        """End what the asking thread, which hangs, as in name resolution, should have begun; open the breaker."""
+        """End what the asking thread should have begun: it hangs, as in name resolution. Open the breaker."""
         begun_by = self._clock() - HANGS_S
         overdue = self._asking.end(None, lambda question: question.deadline < begun_by)
         if overdue and not self.breaker.open:
@@ -341,7 +360,7 @@ class SharedTier(Tier):
             return
         group, key, counters = read.group, read.key, self.counters
         if result is Result.DONE and read.stored.generation != self.generations.fleet(group.fingerprint):
-            result, block = Result.GONE, None
+            result, block = Result.GONE, None  # void since
         if result is Result.DONE:
             counters.read_blocks += 1
             counters.read_bytes += group.nbytes
@@ -373,7 +392,7 @@ class SharedTier(Tier):
         else:
             counters.dropped_writes += 1
         there = result in (Result.DONE, Result.EXISTED)
-        if there and write.stored.group.generation == self.generations.fleet(group.fingerprint):
+        if there and write.stored.group.generation == self.generations.fleet(group.fingerprint):  # else void since
             self._answers.record(group.tag, [key], [True])
         write.on_end(result)
 

@@ -35,9 +35,9 @@ class StoreFault(StrEnum):
     """Kinds of a store's failures. ``SHARED_ERRORS`` has what operators read of each that is counted.
 
     Attributes:
-        is_answer: whether the server answered. If it refuses a write so, writes pause; any other failure counts for the
-            breaker.
-        is_lasting: whether trying it again at once is useless: it opens the breaker.
+        is_answer: whether the server answered. If it refuses a write so, writes pause, and the breaker does not count
+            it (``StoreThread.report``).
+        is_lasting: whether trying it again at once is useless: a single one opens the breaker.
         skips_server: whether a cluster's other servers are used without this one for a while.
     """
 
@@ -143,7 +143,7 @@ class Servers:
                     self._skipped[name] = error
 
     def take_skipped(self) -> dict[str, StoreError]:
-        """Return the servers that were skipped since the last call, with their errors."""
+        """Return the servers that were skipped since the last call, with the errors, which nobody has reported."""
         with self._lock:
             found, self._skipped = self._skipped, {}
             return found
@@ -204,7 +204,8 @@ class Store(ABC):
         failed_s: time for which a block whose read failed counts as absent.
         follows: whether it is a peer, which may have heard of a clear's generation elsewhere: then it has followed.
             A store with the same number has it from another clear, and gets a higher one.
-        believed_s: time for which an existing block is not offered again. The store may lose it; an offer is a use.
+        believed_s: time after an answer in which a block that exists may be read, and is not offered again. Not longer:
+            the store may lose it, and to be offered (``touch``) counts there as a use.
         writers: threads that write. With several, one looks for existing blocks while another one's are being sent.
         servers: those of the store, the same object for all connections; None if they are unknown.
     """
@@ -275,7 +276,8 @@ class Store(ABC):
     def put(self, requests: Sequence[PutRequest], deadline: float) -> Sequence[bool | None]:
         """Write blocks, each whole or not at all.
 
-        Returns False if the store has no space, None if the server for the block is unavailable or overloaded.
+        Returns for each whether it was written: False if the store has no space, None if the server for the block is
+        unavailable or overloaded.
         """
 
     @abstractmethod
@@ -354,7 +356,7 @@ def warn_of_readers(path: str, what: str) -> None:
 
 
 def check_url(url: str) -> None:
-    """Raise ValueError with half a sentence if the URL does not name a store that can be opened."""
+    """Raise ValueError, with half a sentence for operators, if the URL does not name a store that can be opened."""
     if "@" in url:  # a possible password is not repeated
         raise ValueError("it contains a user or a password; name their file as shared_password_file")
     try:

@@ -47,7 +47,7 @@ class StoreHealth:
         self._breaker, self._clock = breaker, clock
         self.problem = self._refusal = ""
         self.fullness = Fullness(counters, pool_bytes, clock)
-        self._accepts_at = 0.0
+        self._write_at = 0.0
         """Time from which on writes are tried."""
         self._shown_until = 0.0
         """Time until which the last refusal of a write is reported."""
@@ -61,9 +61,9 @@ class StoreHealth:
         self._logged_at = clock() - LOGGED_S
 
     @property
-    def accepts_writes(self) -> bool:
+    def tries_writes(self) -> bool:
         """Whether writes are tried: a refused one pauses them for some seconds."""
-        return self._clock() >= self._accepts_at
+        return self._clock() >= self._write_at
 
     @property
     def refusal(self) -> str:
@@ -71,14 +71,15 @@ class StoreHealth:
         return self._refusal if self._clock() < self._shown_until else ""
 
     def assume_steady(self) -> None:
-        """Take the store for steadily reachable, and do not report that."""
+        """Take the store for steadily reachable, so that nothing is logged of it: it is one of many peers."""
         self._is_steady = True
 
     def becomes_steady(self) -> bool:
         """Return whether the store has become steadily reachable since the last call. Called at each tick."""
         now = self._clock()
         if self._breaker.open:
-            self._is_steady, self._steady_at = False, now + (STEADY_S if self._breaker.opened else 0.0)
+            self._is_steady = False
+            self._steady_at = now + (STEADY_S if self._breaker.opened else 0.0)  # at the start: once it is reached
             self._look_at = now  # as soon as it is reachable
         elif not self._is_steady and now >= self._steady_at:
             self._is_steady = True
@@ -86,7 +87,7 @@ class StoreHealth:
         return False
 
     def take_questions(self) -> Iterator[Look | Probe]:
-        """Yield the questions that are due; they count as under way."""
+        """Yield the questions that are due, which the caller puts: they count as under way."""
         now = self._clock()
         if not (self._looking or self._breaker.open) and (now >= self._look_at or self.fullness.wrote_much()):
             self._looking = True
@@ -112,7 +113,7 @@ class StoreHealth:
         """Record a failure. ``refuses_writes``: the server answers, but refuses a write."""
         now, self.problem = self._clock(), error.sentence
         if refuses_writes:
-            self._accepts_at, self._shown_until = now + FULL_PAUSE_S, now + SHOWN_S
+            self._write_at, self._shown_until = now + FULL_PAUSE_S, now + SHOWN_S
             self._refusal = error.sentence
         if error.kind is StoreFault.FULL:
             self.fullness.assume_full(SHOWN_S)

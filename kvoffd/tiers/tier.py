@@ -33,7 +33,7 @@ class Result(StrEnum):
 
     DONE = "done"
     EXISTED = "existed"  # only of a write: the block was there already
-    GONE = "gone"  # removed, evicted or of an older generation
+    GONE = "gone"  # not there: removed, evicted or of an older generation; of a write: removed before it ended
     CORRUPT = "corrupt"  # the bytes read are not those written; the block is removed
     FAILED = "failed"  # the device, server or file system failed
     DEADLINE = "deadline"  # nothing came within the block's patience, or the device or server hung before its turn
@@ -54,7 +54,8 @@ class TierListener(Protocol):
         """The answers for keys that ``find`` called ASKED. ``question``: see ``Found``."""
 
     def error(self, tier: Tier, kind: str, sentence: str) -> None:
-        """An error occurred. ``kind`` is a word or two joined by ``_``; errors are counted by kind."""
+        """An error occurred. ``kind`` is one of ``DiskFault`` or ``StoreFault``, or ``mismatch``; of a store with
+        several servers, a space and the server's name may follow. Each is logged now and then."""
 
 
 class Found(NamedTuple):
@@ -122,13 +123,13 @@ class Tier(ABC):
         self.is_peer = name.startswith(PEER)
 
     def _error(self, kind: str, sentence: str) -> None:
-        """Count an error by the first word of its kind, and report it."""
+        """Count an error by its kind, without a server's name, and report it: see ``TierListener.error``."""
         self.counters.errors[kind.partition(" ")[0]] += 1
         self._listener.error(self, kind, sentence)
 
     @abstractmethod
     def find(self, group: BlockGroup, keys: Sequence[bytes], *, prefix: bool) -> Found:
-        """Look for keys. ``prefix``: keys behind a gap are useless.
+        """Look for keys. ``prefix``: keys behind the first that is absent are useless, as of full attention.
 
         A device that hangs has no keys. A shared tier asks for keys that it does not know, up to a limit; the others
         are ABSENT.
@@ -194,7 +195,8 @@ class Tier(ABC):
         return False
 
     def takes(self, group: BlockGroup, key: bytes) -> bool:
-        """Return whether ``write`` accepts a block like this at some time: it is not too large for the tier."""
+        """Return whether ``write`` accepts a block like this at some time: it is neither too large for the tier nor
+        void."""
         return True
 
     def is_down(self) -> bool:
@@ -203,7 +205,7 @@ class Tier(ABC):
 
     @abstractmethod
     def tick(self) -> None:
-        """Called a few times a second: ends what is too late, detects devices that hang."""
+        """Called a few times a second: ends what is too late, detects devices that hang, has stores probed."""
 
     @abstractmethod
     def stats(self) -> TierStats:

@@ -21,7 +21,7 @@ from kvoffd.pool.checksums import digest
 from kvoffd.pool.memory import PoolMemory
 from kvoffd.tiers.header import BlockGroup, make_block_group
 from kvoffd.tiers.peer_messages import PIN, HelperSettings, Pin, Pinned
-from kvoffd.tiers.peer_process import PeerHelper
+from kvoffd.tiers.peer_process import HelperProcess
 from kvoffd.tiers.peer_store import PeerStore
 from kvoffd.tiers.store import GetRequest
 from tests.kit.ports import free_port
@@ -52,14 +52,14 @@ def lend(port: int, size: int, ready: Connection) -> None:
         helper.reply(route, ident, msgspec.msgpack.encode(there))
 
     settings = HelperSettings([], f"127.0.0.1:{port}", SECRET)
-    helper = PeerHelper(settings, (memory.fd, 0, POOL_BYTES), answer, lambda: None)
+    helper = HelperProcess(settings, (memory.fd, 0, POOL_BYTES), answer, lambda: None)
     helper.check()
     ready.send(None)
     ready.recv()
     helper.close(5.0)
 
 
-def by_kvoffd(helper: PeerHelper, pool: memoryview, group: BlockGroup, size: int) -> float:
+def by_kvoffd(helper: HelperProcess, pool: memoryview, group: BlockGroup, size: int) -> float:
     """Read all blocks with two threads, as a shared tier does; return bytes per second."""
     blocks = POOL_BYTES // size
     at_once = max(1, min(PeerStore.blocks_at_once, PeerStore.bytes_at_once // size))
@@ -150,7 +150,7 @@ def main() -> None:
         spawn.Process(target=lend, args=(port, size, right), daemon=True).start()
         left.recv()
         settings = HelperSettings([f"127.0.0.1:{port}"], "", SECRET)
-        helper = PeerHelper(settings, (-1, 0, 0), lambda *_: None, lambda: None)
+        helper = HelperProcess(settings, (-1, 0, 0), lambda *_: None, lambda: None)
         helper.check()
         PeerStore(helper, 0)
         time.sleep(1.0)

@@ -21,7 +21,7 @@ with suppress(ImportError):
 
 
 class ForkedHelper:
-    """Has what ``PeerHelper`` needs of a subprocess.Popen."""
+    """Has what ``HelperProcess`` needs of a subprocess.Popen."""
 
     def __init__(self, command: Sequence[str], pass_fds: Sequence[int], stdin: int) -> None:
         self.pid = os.fork()

@@ -212,9 +212,9 @@ def test_a_request_may_name_a_node_behind_a_name_or_of_a_network() -> None:
     assert rig.places.give(absent, only_named=False) == f"peer://{absent}"
     assert f"peer://{absent}" in [tier.name for tier in rig.places.listed]
     rig.clock.now += KEPT_S
-    assert rig.places.give("192.168.0.1:7400") == "peer://192.168.0.1:7400"
+    assert rig.places.give("192.168.0.1:7400", only_named=True) == "peer://192.168.0.1:7400"
     assert len(rig.places.listed) == PEER_PLACES - 1
-    assert rig.places.give("192.168.0.1:7400") == "peer://192.168.0.1:7400"
+    assert rig.places.give("192.168.0.1:7400", only_named=True) == "peer://192.168.0.1:7400"
     assert len(rig.connected) == PEER_PLACES
 
 
@@ -226,7 +226,7 @@ def test_a_named_node_gets_the_place_of_the_one_that_had_blocks_longest_ago() ->
     for ago, tier in enumerate(rig.tiers):
         tier.found_at = rig.clock.now - ago
     unused, *others = (tier.name for tier in reversed(rig.tiers))
-    assert rig.places.give("192.168.0.1:7400") == "peer://192.168.0.1:7400"
+    assert rig.places.give("192.168.0.1:7400", only_named=True) == "peer://192.168.0.1:7400"
     assert [tier.name for tier in reversed(rig.tiers)] == ["peer://192.168.0.1:7400", *others]
     assert unused not in rig.connected
 
@@ -238,7 +238,7 @@ def test_a_named_node_gets_an_empty_place_before_that_of_another() -> None:
     stay = [one for one in nodes(8) if f"peer://{one}" != left]
     rig.resolve(stay)
     assert rig.connected == {*stay}
-    assert rig.places.give("192.168.0.1:7400"), "at once: nobody else's is taken"
+    assert rig.places.give("192.168.0.1:7400", only_named=True), "at once: nobody else's is taken"
     assert rig.connected == {*stay, "192.168.0.1:7400"}
 
 

@@ -27,7 +27,7 @@ from kvoffd.tiers.peer_messages import (
     Pin,
     Pinned,
 )
-from kvoffd.tiers.peer_process import PeerHelper
+from kvoffd.tiers.peer_process import HelperProcess
 from kvoffd.tiers.peer_store import PeerStore
 from tests.kit.slot_cache import UNIT, CacheRig, keys_of
 
@@ -306,7 +306,7 @@ def test_a_peer_is_told_when_a_clear_was() -> None:
         asked.append(follow := msgspec.msgpack.decode(payload, type=Follow))
         return 1, follow.generation.to_bytes(GENERATION_BYTES, "little") + b"\1"
 
-    store = PeerStore(cast(PeerHelper, SimpleNamespace(call=call)), 0)
+    store = PeerStore(cast(HelperProcess, SimpleNamespace(call=call)), 0)
     assert store.clear(ONE, 0, 7, 123, 1.0) == store.raise_generation(ONE, 0, 7, 1.0) == 7
     assert asked == [Follow(ONE, 7, b"", 123), Follow(ONE, 7)]
 
@@ -327,7 +327,7 @@ def test_a_peer_is_asked_about_all_namespaces_in_one_message(earlier_build: bool
         assert answer is not None
         return 1, answer
 
-    store = PeerStore(cast(PeerHelper, SimpleNamespace(call=call, check=lambda: None)), 0)
+    store = PeerStore(cast(HelperProcess, SimpleNamespace(call=call, check=lambda: None)), 0)
     assert store.generations(every, 1.0) == list(range(10))
     assert len(asked) == (10 if earlier_build else 1)
     assert store.generations(every[3:4], 1.0) == [3]

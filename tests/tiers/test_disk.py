@@ -504,6 +504,19 @@ def test_all_of_a_large_namespace_is_removed_in_parts(rig: DiskRig, monkeypatch:
     assert rig.read(block_of(3)) is DONE
 
 
+def test_the_time_that_opening_took_has_that_of_the_files(rig: DiskRig) -> None:
+    """Most of it is the allocation of new ones."""
+
+    def slow(name: str, number: int) -> None:
+        rig.clock.now += name == "allocate"
+
+    assert rig.tier.close(1.0)
+    rig.files = MemoryDisk()
+    rig.files.fault = slow
+    rig.open()
+    assert rig.tier.open_seconds == rig.files.counts["allocate"] > 0
+
+
 # --- what another daemon, or an older copy, has left -----------------------------------------------------
 
 

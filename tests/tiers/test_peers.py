@@ -56,7 +56,7 @@ from kvoffd.tiers.peer_messages import (
     frame,
     peer_socket,
 )
-from kvoffd.tiers.peer_process import PeerCall, PeerHelper
+from kvoffd.tiers.peer_process import HelperProcess, PeerCall
 from kvoffd.tiers.peer_store import PeerStore
 from kvoffd.tiers.store import GetRequest, Received, StoreError
 from tests.kit.amount import TIMES
@@ -102,7 +102,7 @@ class Lender:
         self.raw: bytes | None = None
         self.lent: set[int] = set()
         settings = HelperSettings([], f"127.0.0.1:{self.port}", SECRET)
-        self.helper = PeerHelper(settings, (self.memory.fd, 0, blocks * size), self.answer, self.lent.clear)
+        self.helper = HelperProcess(settings, (self.memory.fd, 0, blocks * size), self.answer, self.lent.clear)
 
     def block(self, number: int) -> memoryview:
         return self.memory.buffer[number * self.size : (number + 1) * self.size]
@@ -131,7 +131,7 @@ class Lender:
 class Reader:
     def __init__(self, *ports: int, secret: bytes = SECRET) -> None:
         settings = HelperSettings([f"127.0.0.1:{port}" for port in ports], "", secret)
-        self.helper = PeerHelper(settings, (-1, 0, 0), lambda *_: None, lambda: None)
+        self.helper = HelperProcess(settings, (-1, 0, 0), lambda *_: None, lambda: None)
         self.stores = [PeerStore(self.helper, number) for number in range(len(ports))]
         self._memory = PoolMemory.create(BLOCKS * SIZE, "reader")
         self.pool = self._memory.buffer
@@ -229,7 +229,7 @@ def test_what_is_wrong_with_a_peer_is_said_of_each(lender: Lender, full: int, ca
         closed: f"{closed} cannot be reached: nothing listens there",
         silent: f"{silent} cannot be reached: its host does not answer",
     }
-    helper = PeerHelper(HelperSettings(list(expected), "", SECRET + b"!"), (-1, 0, 0), lambda *_: None, lambda: None)
+    helper = HelperProcess(HelperSettings(list(expected), "", SECRET + b"!"), (-1, 0, 0), lambda *_: None, lambda: None)
     stores = [PeerStore(helper, number) for number in range(len(expected))]
 
     def problems() -> dict[str, str]:
@@ -497,7 +497,7 @@ def test_an_id_that_a_peer_repeats_keeps_no_later_one_from_being_forgotten(monke
         clock.return_value = now
         messages = [[b"route", bytes([PIN]), ident.to_bytes(8, "little"), b""] for ident in idents]
         helper._drop_expired(now)
-        helper._requests(router)
+        helper._pass_requests(router)
     assert list(helper._lent_until) == [(b"route", 1)]
 
 
@@ -778,7 +778,7 @@ def test_nobody_waits_for_a_helper_that_cannot_be_started(nixl: None, monkeypatc
 
 
 def test_a_helper_says_why_it_cannot_work_though_the_sentence_is_cut_in_a_character() -> None:
-    helper = object.__new__(PeerHelper)
+    helper = object.__new__(HelperProcess)
     helper._start_ended = threading.Event()
     helper._received(frame(STARTED, 0, 0, "It has no größeren".encode()[:13]))
     assert (helper.up, helper.problem) == (False, "It has no gr\ufffd")
@@ -808,6 +808,24 @@ def test_a_read_whose_memory_cannot_be_freed_ends_the_helper(lender: Lender, rea
         reader.helper.end(call)
         wait_until(lambda turn=turn: reader.helper.life >= turn, 30.0)
         wait_until(lambda: _works(reader, lender), 30.0)
+
+
+def test_a_read_that_a_busy_helper_does_not_get_leaves_it_alone(
+    lender: Lender, reader: Reader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has no memory of it that could be lost."""
+    monkeypatch.setattr(peer_process, "SEND_S", 0.05)
+    reader.right(lender, 1)
+    os.kill(pid := reader.helper.pid, signal.SIGSTOP)
+    while reader.helper.send(frame(FREE, 0, 0, bytes(MAX_MESSAGE_BYTES // 2))):
+        pass
+    with pytest.raises(StoreError, match="hangs"):
+        reader.helper.begin(READ, 0, np.array([[0, SIZE]], np.uint64).tobytes())
+    assert not reader.helper.has_reads(0)
+    os.kill(pid, signal.SIGCONT)
+    monkeypatch.setattr(peer_process, "SEND_S", PATIENCE_S)
+    wait_until(lambda: _works(reader, lender), 30.0)
+    assert (reader.helper.pid, reader.helper.life) == (pid, 0)
 
 
 def test_reads_that_nobody_waits_for_leave_no_memory_taken(lender: Lender, reader: Reader) -> None:
@@ -867,11 +885,11 @@ def test_a_peer_that_is_connected_again_is_read_by_a_new_connection() -> None:
     helper = object.__new__(peer_helper.Helper)
     helper._nixl, helper._agents = Mock(), {}
     helper._nixl.add_remote_agent.return_value = b"agent"
-    helper._connected_again(0)
+    helper._drop_agent(0)
     helper._nixl.remove_remote_agent.assert_not_called()
     for _ in range(2):
         helper._set_agent(0, b"metadata", 1)
-        helper._connected_again(0)
+        helper._drop_agent(0)
         helper._nixl.remove_remote_agent.assert_called_with("agent")
     assert helper._nixl.add_remote_agent.call_count == 2
 
@@ -885,10 +903,10 @@ def test_a_read_that_fails_late_does_not_end_the_connection_that_came_after_its_
     helper._nixl.transfer.return_value = "PROC"
     pieces = np.zeros(1, np.uint64), np.ones(1, np.uint64)
     helper._set_agent(0, b"metadata", 1)
-    helper._begin(0, 7, *pieces)
-    helper._connected_again(0)
+    helper._begin_read(0, 7, *pieces)
+    helper._drop_agent(0)
     helper._set_agent(0, b"metadata", 1)
-    helper._begin(0, 8, *pieces)
+    helper._begin_read(0, 8, *pieces)
     helper._nixl.check_xfer_state.side_effect = ["ERR", "PROC"]
     assert helper._end_transfers(time.monotonic())
     assert helper._nixl.remove_remote_agent.call_count == 1

@@ -227,13 +227,13 @@ def test_a_store_that_is_full_is_left_alone_for_a_while(store: FaultyStore, rig:
     assert rig.kinds == {"full": 1}
     assert rig.load(block) is DONE, "reading goes on"
     assert "maxmemory" in rig.tier.health.refusal
-    rig.tier.health._accepts_at = 0.0
+    rig.tier.health._write_at = 0.0
     ends: list[Result] = []
     assert [rig.tier.write(rig.block(number), [0], ends.append) for number in (4, 5)] == [True, False], "one is tried"
     rig.until(lambda: bool(ends))
     assert (ends, rig.tier.refuses_writes()) == ([Result.FAILED], True)
     store.forced.clear()
-    rig.tier.health._accepts_at = 0.0
+    rig.tier.health._write_at = 0.0
     assert rig.write(rig.block(4)) is DONE
     assert not rig.tier.health.refusal
     taken = [rig.tier.write(rig.block(number), [0], ends.append) for number in (5, 6)]
