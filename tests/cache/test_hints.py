@@ -174,8 +174,8 @@ def test_what_one_turn_cannot_set_aside_is_evicted_as_if_it_had_no_hint(monkeypa
 def test_an_eviction_and_the_step_behind_it_set_aside_what_one_step_may(monkeypatch: pytest.MonkeyPatch) -> None:
     """They are one turn of the loop. What is left is for the next step."""
     monkeypatch.setattr("kvoffd.cache.hints.SET_ASIDE_AT_ONCE", 8)
-    rig = Hinted(blocks=1024)
-    rig.fill(0, 1024)
+    rig = Hinted(blocks=256)
+    rig.fill(0, 256)
     rig.hint("retain", *range(4), *range(8, 40))
     rig.ask(rig.namespace, keys_of(5000))
     assert (rig.aside, rig.there(*range(8))) == (4, [0, 1, 2, 3, 4, 5, 6]), "one that is not retained went"

@@ -16,8 +16,11 @@ gc.disable()
 os.environ["TORCH_COMPILE_DISABLE"] = "1"
 os.environ["OMP_NUM_THREADS"] = "1"  # as in ENGINE_ENVIRON; torch reads it at its import
 
+import vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector  # noqa: E402
 import vllm.entrypoints.llm  # noqa: E402
+import vllm.model_executor.layers.quantization.online.base  # noqa: E402
 import vllm.model_executor.models.llama  # noqa: E402
+import vllm.v1.attention.backends.cpu_attn  # noqa: E402
 import vllm.v1.engine.core  # noqa: E402
 import vllm.v1.executor.multiproc_executor  # noqa: E402
 import vllm.v1.worker.cpu_worker  # noqa: E402, F401

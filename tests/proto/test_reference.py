@@ -7,6 +7,7 @@ import re
 import typing
 from pathlib import Path
 
+import pytest
 from msgspec import Struct
 
 from kvoffd_proto import codec, events, lifeline
@@ -15,13 +16,18 @@ from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.messages import fields_of
 from tests.tools.protocol_page import MODULES, _docstring, reference, structs_in
 
-DOCUMENTED: list[type[Struct]] = [
-    kind
-    for name in re.findall("^#### (\\w+)$", reference(), re.MULTILINE)
-    for kind in {getattr(module, name, None) for module in MODULES}
-    if isinstance(kind, type) and issubclass(kind, Struct)
-]
 PAGE = Path(__file__).parents[2] / "proto" / "PROTOCOL.md"
+
+
+@pytest.fixture(scope="module")
+def documented() -> list[type[Struct]]:
+    """The messages and their parts that the page describes."""
+    return [
+        kind
+        for name in re.findall("^#### (\\w+)$", reference(), re.MULTILINE)
+        for kind in {getattr(module, name, None) for module in MODULES}
+        if isinstance(kind, type) and issubclass(kind, Struct)
+    ]
 
 
 def test_the_page_is_current() -> None:
@@ -38,15 +44,15 @@ def test_a_wire_of_another_shape_has_another_version() -> None:
     )
 
 
-def test_every_message_and_every_field_is_described() -> None:
-    for struct in DOCUMENTED:
+def test_every_message_and_every_field_is_described(documented: list[type[Struct]]) -> None:
+    for struct in documented:
         assert _docstring(struct).endswith("."), f"{struct.__name__} needs a sentence"
         for field, _, description in fields_of(struct):
             assert description.endswith("."), f"{struct.__name__}.{field.name} needs a doc(...) with a sentence"
 
 
-def test_every_message_of_the_wire_is_on_the_page() -> None:
-    on_page = set(DOCUMENTED)
+def test_every_message_of_the_wire_is_on_the_page(documented: list[type[Struct]]) -> None:
+    on_page = set(documented)
     assert set(m.EXCHANGES) <= on_page
     assert set(codec.REPLIES) <= on_page
     assert {m.Completions, events.EventBatch} <= on_page

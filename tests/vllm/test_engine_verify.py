@@ -13,16 +13,18 @@ import pytest
 from kvoffd_client import AdminClient
 from tests.kit.amount import TIMES
 from tests.kit.command import run_cli_here
-from tests.kit.engine import BLOCK_TOKENS, wait_stored
+from tests.kit.engine import BLOCK_TOKENS, wait_books, wait_stored
 from tests.kit.stored_blocks import keys_of, loaded
 from tests.kit.wire import KvSubscriber, books
 from tests.vllm.engine_home import EngineHome
-from tests.vllm.engine_server import EngineServer
+from tests.vllm.engine_server import MODEL, EngineServer
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 TEXTS = [f"{number}: {' '.join(str(number * one * one) for one in range(60))}" for number in (3, 5, 7)]
 """Each character is a token, see ``add_tokenizer``."""
+STORED = sum(len(text) // BLOCK_TOKENS for text in TEXTS)
+"""Blocks of all prompts."""
 
 
 class Verify:
@@ -32,6 +34,14 @@ class Verify:
         self._home, self._server, self._file = home, server, directory / "prompts.jsonl"
         bodies = [{"prompt": TEXTS[0]}, {"messages": [{"role": "user", "content": TEXTS[1]}]}]
         self._file.write_text("\n".join([*map(json.dumps, bodies), TEXTS[2]]))
+
+    def store(self) -> None:
+        """Have the daemon store what the prompts compute, without the command."""
+        for text in TEXTS:
+            body = {"model": MODEL, "prompt": text, "max_tokens": 1}
+            status, answer = self._server.ask("POST", "/v1/completions", body)
+            assert status == 200, answer
+        wait_books(self._home.directory, lambda found: found.ready_blocks == STORED)
 
     def run(self, *options: str) -> subprocess.CompletedProcess[str]:
         url, directory = f"http://127.0.0.1:{self._server.port}/v1", str(self._home.directory)
@@ -65,7 +75,7 @@ def test_a_healthy_engine_passes_every_time(verify: Verify, home: EngineHome) ->
         assert [one["tokens"] for one in report["prompts"]] == list(map(len, TEXTS))
         assert [one["loaded_tokens"] for one in report["prompts"]] == list(map(loadable, TEXTS))
     (namespace,) = books(home.directory).namespaces.values()
-    assert namespace.ready_blocks == sum(len(text) // BLOCK_TOKENS for text in TEXTS), "what was computed is not stored"
+    assert namespace.ready_blocks == STORED, "what was computed is not stored"
     page = verify.run().stdout
     # Whoever opened it first named it.
     assert re.search(r"^namespace: \S+ \([0-9a-f]{12}\)$", page, re.MULTILINE)
@@ -76,7 +86,7 @@ def test_a_healthy_engine_passes_every_time(verify: Verify, home: EngineHome) ->
 def test_a_wrong_block_is_found(verify: Verify, home: EngineHome) -> None:
     """One block has the bytes of another, under its own right checksum."""
     with KvSubscriber(home.directory) as heard:
-        verify.report(0)
+        verify.store()
         (namespace,) = (one for one, found in books(home.directory).namespaces.items() if found.ready_blocks)
         keys = keys_of(heard, namespace)
     with loaded(home.directory, namespace, keys) as engine, AdminClient(home.directory) as admin:
