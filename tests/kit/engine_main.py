@@ -25,7 +25,7 @@ def run(address: str, log: str, environ: dict[str, str], fork: bool) -> None:
     os.environ.clear()
     os.environ.update(environ)
     fork_workers()
-    sleep_between_messages()
+    sleep_between_looks()
     without_tiles()
     main(address)
 
@@ -53,17 +53,15 @@ def fork_workers() -> None:
     multiprocessing.get_context = get_forking_context
 
 
-def sleep_between_messages() -> None:
-    """Have the processes of an engine sleep while they wait for each other's messages.
+def sleep_between_looks() -> None:
+    """Have the processes of a tensor parallel engine sleep between two looks at each other's messages.
 
-    vLLM's look for a message all the time for a second after each, and call sched_yield() in between, which is a third
-    of the CPU of a tiny engine. With two of them on two CPUs Linux 6.18 gave a daemon in another session no CPU for
-    10 s and longer (run_delay in its schedstat). The engine rightly went on without it, and the test failed.
+    vLLM's call sched_yield() instead. With two of them on two CPUs Linux 6.18 gave a daemon in another session no CPU
+    for 10 s and longer (run_delay in its schedstat). The engine rightly went on without it, and the test failed.
     """
     from vllm.distributed.device_communicators import shm_broadcast
 
-    shm_broadcast.sched_yield = lambda: time.sleep(0.0001)  # who writes waits so where all space is taken
-    shm_broadcast.SpinCondition = partial(shm_broadcast.SpinCondition, busy_loop_s=0)
+    shm_broadcast.sched_yield = lambda: time.sleep(0.0001)
 
 
 def without_tiles() -> None:

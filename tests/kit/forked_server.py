@@ -20,7 +20,6 @@ def serve(flags: Sequence[str], environ: Mapping[str, str], log: str) -> int:
     os.environ.update(environ)
     sys.argv = [runner_v2.SERVER, *flags]
     engine_main.fork_workers()
-    engine_main.sleep_between_messages()
     engine_main.without_tiles()
     runpy.run_module(runner_v2.SERVER, run_name="__main__")
     return 0
