@@ -4,6 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 BUILD := tests/tools/build_venv.py
 HERE := not gpu and not shapes and not delivery and not nightly
+# Two for a CPU: a test waits for its daemons now and then.
+SIDE_BY_SIDE := -n $(shell echo $$(( $$(nproc) * 2 ))) --maxprocesses 6 --dist loadfile --no-loadscope-reorder
+PASSED = passed() { "$(BIN)/pytest" "$$@" $(ARGS) || [ $$? = 5 ]; }
 # Debian's package, and a command of it.
 TOOLS := redis-server:redis-server prometheus:prometheus openssl:openssl iproute2:ip systemd:systemd-analyze tmux:tmux chromium:chromium
 # The first of these that runs and is new enough; `make venv PYTHON=/path/to/python` takes another.
@@ -24,8 +27,17 @@ venv: $(VENV)/.engine ## build .venv: kvoffd, its tools, and vLLM with torch for
 demo: $(VENV)/.engine ## watch a real vLLM get its prompts back from kvoffd
 	@$(BIN)/python -m tests.demo
 
+# Engines run one after the other, in two rows at the same time, so that both CPUs are busy: the second has the tests that
+# import vLLM, which takes 15 seconds of a CPU, and then the engines of files marked `concurrent`. These are all files with
+# engines of the second model runner, for which vLLM is imported once more. Its output comes at the end.
+# Before that all others run side by side. 5 is pytest's status for no test.
 test: $(VENV)/.engine .cuda/.fetched ## run every test that needs no GPU, real engines included; ARGS="tests/daemon -k restart"
-	@$(BIN)/python -m tests.tools.run_tests '$(HERE)' $(ARGS)
+	@$(PASSED); failed=0; \
+		passed $(SIDE_BY_SIDE) -m 'not vllm and not engine and $(HERE)' || failed=1; \
+		(passed -m 'vllm and not engine and $(HERE)'; unit=$$?; passed -m 'engine and concurrent and $(HERE)' && exit $$unit) \
+			>$(VENV)/vllm.log 2>&1 & others=$$!; \
+		passed -m 'engine and not concurrent and $(HERE)' || failed=1; \
+		wait $$others || failed=1; cat $(VENV)/vllm.log; exit $$failed
 
 lint: $(VENV)/.tools ## ruff, mypy, plain words, one name for one class, no test that measures; needs neither torch nor vLLM
 	$(BIN)/ruff check .

@@ -13,7 +13,7 @@ import pytest
 from _pytest.faulthandler import fault_handler_stderr_fd_key
 
 from tests.kit import runner_v2
-from tests.kit.fork_servers import server_with_vllm
+from tests.kit.fork_servers import import_vllm
 from tests.kit.models import make_tiny_llama
 from tests.kit.require import missing
 from tests.vllm.engine_home import EngineHome
@@ -64,7 +64,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         wanted = {stem.endswith("_v2") or runner_v2.wanted() for stem in engines}
         # One of several processes has the few tests of the second runner, and imports vLLM for them when they come.
         for v2 in {False} if len(wanted) > 1 and hasattr(session.config, "workerinput") else wanted:
-            server_with_vllm(v2=v2).ensure_running()
+            import_vllm(v2=v2)
 
 
 def of_engine(item: pytest.Item) -> bool:
