@@ -47,13 +47,13 @@ class HintedOrder:
     | is retained, and would have been evicted    | the part of its retention   | its retention's   |
     | was set aside, and its retention has ended  | the same, one of ``_ended`` | that retention's  |
     | is released                                 | a part of ``_released``     | the part's        |
-    | is pinned, and was passed over              | a part of ``passed``        | the part's        |
+    | is pinned, and was passed over              | a part of ``passed_over``   | the part's        |
 
     Methods with a name of ``Policy``'s do the same.
 
     Attributes:
-        passed: numbers of the parts of pinned blocks that were passed over; while there are any, ``unpinned`` is to be
-            called.
+        passed_over: numbers of the parts of pinned blocks that were passed over; while there are any, ``unpinned`` is
+            to be called.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class HintedOrder:
         """Numbers of the parts of released blocks, one for each release, in that order."""
         self._ended: dict[int, None] = {}
         """Those of retentions that have ended, in the order of their ends."""
-        self.passed: dict[int, None] = {}
+        self.passed_over: dict[int, None] = {}
         self._more_pinned = False
         """Whether an eviction, or the step behind it, met more pinned blocks than it passed over."""
         self._set_aside_left = SET_ASIDE_AT_ONCE
@@ -126,8 +126,10 @@ class HintedOrder:
         self.retentions.put(wish, group, blocks)
         self._retained_may_be_next = True
 
-    def release(self, giver: int, group: Group, blocks: BlockIds) -> None:
-        """End what this giver retained of READY blocks, root first. Release those for which no other has asked."""
+    def release(self, giver: int, group: Group, blocks: BlockIds, absent: Sequence[bytes]) -> None:
+        """End what this giver retained of READY blocks, root first, and of other keys. Release the blocks for which no
+        other has asked."""
+        self.retentions.stop_awaiting(giver, group, absent)
         retentions = self.retentions.of(blocks)
         own = np.array([one is None or one.wish.giver == giver != ANY for one in retentions], np.bool_)
         alone = self._askers.are_alone(blocks, giver)
@@ -159,7 +161,7 @@ class HintedOrder:
             return
         new = self.retentions.renumber(self._outside)
         self._outside = {new[number]: part for number, part in self._outside.items()}
-        for known in (self._released, self._ended, self.passed):
+        for known in (self._released, self._ended, self.passed_over):
             numbers = [new[number] for number in known]
             known.clear()
             known.update(dict.fromkeys(numbers))
@@ -176,7 +178,7 @@ class HintedOrder:
         taken = [part.pop(block, False) for block in blocks.tolist()]
         if not part:
             del self._outside[number]
-            for known in (self._released, self._ended, self.passed):
+            for known in (self._released, self._ended, self.passed_over):
                 known.pop(number, None)
         return taken
 
@@ -220,11 +222,11 @@ class HintedOrder:
         self._set_aside(retained[[not self._is_outside(block) for block in retained.tolist()]])
         for group, members in self._blocks.by_group(others):
             self._take_from_policy(group, members)
-        self._add_part(self.passed, others)
+        self._add_part(self.passed_over, others)
 
     def unpinned(self, blocks: BlockIds) -> None:
         """Return blocks that are not pinned any more, root first, to the policy's order, if they were passed over."""
-        for group, members in self._blocks.by_group(blocks[self.retentions.have(self.passed, blocks)]):
+        for group, members in self._blocks.by_group(blocks[self.retentions.have(self.passed_over, blocks)]):
             self._return_to_policy(group, members)
 
     # --- steps of time ---------------------------------------------------------------------------

@@ -301,7 +301,7 @@ class Leases:
         for lease in ended:
             if self.by_id.get(lease.lease_id) is lease:
                 del self.by_id[lease.lease_id]
-            if lease.counts_at_end and lease.blocks.size:
+            if lease.covers_at_end and lease.blocks.size:
                 lease.namespace.counters.covered_keys += len(lease.blocks)
             if self._life.tiers is not None:
                 self._life.tiers.lease_ended(lease)

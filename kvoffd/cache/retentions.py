@@ -193,6 +193,13 @@ class Retentions:
         over = self.awaited.add(numbered, wish, self._clock() + AWAITED_S, most, join)
         group.namespace.counters.unretained_blocks += over
 
+    def stop_awaiting(self, giver: int, group: Group, keys: Sequence[bytes]) -> None:
+        """Await no more those of the keys that this giver alone wants to be retained."""
+        for key in keys:
+            found = self.awaited.get((group.number, key))
+            if found is not None and found.wish.giver == giver != ANY:
+                self.awaited.take((group.number, key))
+
     def is_over(self, wish: Wish) -> bool:
         """Return whether a wish's time is over."""
         return wish.deadline <= self._clock()
