@@ -52,6 +52,11 @@ class Lease:
         self.asking = self.asking_bytes = 0
 
     @property
+    def certain(self) -> int:
+        """Keys that are on their way up, without those that a store may lack."""
+        return self.coming - self.asking
+
+    @property
     def active(self) -> bool:
         """Whether it is in use: not ended, its namespace not reset. A prefetch never is."""
         return self in self.siblings.leases
