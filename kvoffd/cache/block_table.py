@@ -413,8 +413,8 @@ class BlockTable(Structure):
         ``order``: READY, unpinned blocks, the first to evict first; ``last``: there are no others. ``hints``,
         ``retentions``: see ``Retentions``: ``hint_of`` and ``numbers``.
         """
-        # Of a region also blocks that are not in ``order`` may go. C chooses no region that might not fit, so the buffer
-        # has space for all blocks of two.
+        # Of a region also blocks that are not in ``order`` may go. C chooses no region that might not fit, so the
+        # buffer has space for all blocks of two.
         most = len(order) + 2 * slots.slots_per_region
         if most > self._capacity:
             self._grow(most)

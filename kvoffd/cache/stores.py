@@ -114,8 +114,8 @@ class BlockStores:
             np.flatnonzero(of_key == verdict).tolist()
             for verdict in (StoreVerdict.ABSENT, StoreVerdict.JOIN, StoreVerdict.DUPLICATE)
         )
-        # The keys of these count as present, repeats included. If A's block is one of them, and B is absent, the store of
-        # A, A, B, B has the duplicate B alone.
+        # The keys of these count as present, repeats included. If A's block is one of them, and B is absent, the store
+        # of A, A, B, B has the duplicate B alone.
         if others := {*self._life.unjoinable(blocks[joined], sole)}:
             joined = [index for index in joined if int(blocks[index]) not in others]
             split = np.frombuffer(part.keys, group.namespace.key_type).tolist()
@@ -379,8 +379,8 @@ class BlockStores:
             return
         ready = self._blocks.lookup(group, keys, lease=False).ready
         self._blocks.record_chain(ready)
-        # The first may have been used before: then the policy `arc` moves none behind it. So those behind the second are
-        # moved, and then all behind the first where it can be: the last call decides.
+        # The first may have been used before: then the policy `arc` moves none behind it, but those behind the second.
+        # Where all can be moved behind the first, the last call decides.
         for first in (1, 0):
             if len(ready) > first + 1:
                 self._order.follow(int(ready[first]), ready[first + 1 :])
