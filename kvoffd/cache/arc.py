@@ -29,6 +29,8 @@ declare(
     arc_candidates=(COUNT, VOID_P, *ITEMS),
 )
 
+_ONCE_GHOSTS, _AGAIN_GHOSTS = 2, 3
+"""Numbers of two of the queues: see the first enum of arc.c."""
 ENTRY_BYTES = 50
 """Largest memory of a block's entry or a ghost, including its place in the index."""
 
@@ -43,6 +45,7 @@ class Arc(AdmitsAll):
         if not self._at:
             raise MemoryError
         self._close = weakref.finalize(self, self._native.arc_free, self._at)
+        # The first fields of ``struct arc``: entries in each queue.
         self._counts = (ctypes.c_uint64 * 5).from_address(self._at)
         write, at = self._native.arc_candidates, self._at
         super().__init__(lambda below, address, most: write(at, address, most))
@@ -68,7 +71,7 @@ class Arc(AdmitsAll):
 
     @property
     def ghosts(self) -> int:
-        return self._counts[2] + self._counts[3]
+        return self._counts[_ONCE_GHOSTS] + self._counts[_AGAIN_GHOSTS]
 
     @property
     def nbytes(self) -> int:

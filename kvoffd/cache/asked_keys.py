@@ -162,6 +162,14 @@ def settle_prompt(
 
     Without an outcome, found keys were not needed. ``reasons_now``: returns the reasons of a chain's keys from one on,
     as the block table remembers them by now.
+
+    With one, a group has up to four parts. Of 8 keys, ``own`` 2, ``covered`` 5 and ``coming`` 2::
+
+        key       0    1    2    3    4    5    6    7
+        is        own own  loaded         coming    behind
+        counts as      covered            missed    missed
+
+    A key behind, which a tier had and then failed to bring up for a later lookup, gets that failure's reason.
     """
     if outcome is None:
         for part in parts:
@@ -227,7 +235,17 @@ def _tables(outcome: PromptUse, reasons: bytes) -> _Tables:
     """Return the tables for a prompt's keys. ``reasons``: those of all keys that are not covered.
 
     A key that was there, and was not loaded, was left out by choice if nothing was lacking. Else something before it
-    was, without which it is useless: it is AFTER_GAP.
+    was, without which it is useless: it is AFTER_GAP. The reasons of coming keys, where a later line overrides:
+
+    | the engine reports         | FOUND                   | CAME                    | IN_A_TIER | UNANSWERED_YET |
+    |----------------------------|-------------------------|-------------------------|-----------|----------------|
+    | neither                    | NOT_LOADED or AFTER_GAP | NOT_LOADED or AFTER_GAP | TIER_LATE | UNANSWERED     |
+    | ``not_awaited`` TIER_LATE  | AFTER_GAP               | TIER_LATE               | TIER_LATE | TIER_LATE      |
+    | ``not_awaited`` UNANSWERED | AFTER_GAP               | UNANSWERED              | TIER_LATE | UNANSWERED     |
+    | ``not_awaited`` EXCLUDED   | AFTER_GAP               | EXCLUDED                | EXCLUDED  | EXCLUDED       |
+    | ``unloaded``               | that                    | that                    | that      | that           |
+
+    Keys behind have those of the first line, or ``unloaded``. In a tier they are AFTER_GAP unless all keys may come.
     """
     there, may_come = (sum(map(reasons.count, values)) for values in ((FOUND, CAME), (IN_A_TIER, UNANSWERED_YET)))
     all_there = there == len(reasons) and outcome.not_awaited is None

@@ -192,7 +192,7 @@ class BlockLife:
         the order of ``blocks``, and reports them.
 
         ``first_blocks``: first engine block of each shard; None for 0 of all. ``checksums``: 0 for those that are still
-        to be computed. ``chains``: see ``BlockTable.publish``.
+        to be computed. ``chains``: see ``BlockTable.publish``; with them the records name the block before each.
         """
         if group.retired or not blocks.size:
             self.end_writes(group, blocks, slots)
@@ -323,7 +323,7 @@ class BlockLife:
 
     def return_unpinned(self, unpinned: BlockIds) -> None:
         """Return the slots of the DROPPED ones of blocks that are not pinned any more. Others can be evicted again."""
-        if self.order.passed:
+        if self.order.passed_over:
             self.order.unpinned(unpinned)
         if self._bytes_by_state[DROPPED]:
             self._return_dropped(unpinned[self.blocks.state[unpinned] == DROPPED])
@@ -382,14 +382,25 @@ class BlockLife:
     # Why a key left is remembered by its group's number, and a reset gives a namespace groups with other numbers. A key
     # that the new group does not know is INVALIDATED in two cases. It left before the reset, for any reason: then a
     # predecessor of the group knows it. Or its block was in the index at the reset: then ``sweep`` records that for the
-    # new group when it takes the block out, and ``record_unswept`` does for keys that are asked for before.
+    # new group when it takes the block out, and ``_record_unswept`` does for keys that are asked for before.
 
     def reasons_of(self, group: Group, keys: bytes) -> bytes:
         """Return the ``MissReason`` of each key when it was last missing, if known; it may have been stored since."""
-        self.record_unswept(group, keys)
-        return self.since_reset(group, keys, self.blocks.miss_reasons(group, keys))
+        return self.reasons_with_resets(group, keys, self.blocks.miss_reasons(group, keys))
 
-    def record_unswept(self, group: Group, keys: bytes) -> None:
+    def reasons_with_resets(self, group: Group, keys: bytes, reasons: bytes) -> bytes:
+        """Return the reasons of keys, with INVALIDATED for absent ones that a reset took, or that only predecessors of
+        the group know."""
+        if set(NO_REASON).isdisjoint(reasons):
+            return reasons
+        self._record_unswept(group, keys)
+        for one in (group, *group.predecessors):  # the group itself for what was just recorded
+            now, known = (np.frombuffer(each, np.uint8) for each in (reasons, self.blocks.miss_reasons(one, keys)))
+            dropped = np.isin(now, NO_REASON) & ~np.isin(known, NO_REASON)
+            reasons = np.where(dropped, np.uint8(MissReason.INVALIDATED), now).tobytes()
+        return reasons
+
+    def _record_unswept(self, group: Group, keys: bytes) -> None:
         """Record which of these keys a reset took from a group, as ``sweep`` does when it reaches their blocks."""
         for number in self.unswept.keys() & group.unswept_before:
             states, _ = self.blocks.find(self.unswept[number], keys)
@@ -401,17 +412,6 @@ class BlockLife:
         unknown = np.isin(np.frombuffer(self.blocks.miss_reasons(group, keys), np.uint8), NO_REASON)
         taken = select_keys(keys, np.flatnonzero(unknown), group.key_bytes)
         self.blocks.record_misses(group, taken, MissReason.INVALIDATED)
-
-    def since_reset(self, group: Group, keys: bytes, reasons: bytes) -> bytes:
-        """Return the reasons of keys, with INVALIDATED for absent ones that only predecessors of the group know."""
-        if set(NO_REASON).isdisjoint(reasons):
-            return reasons
-        for predecessor in group.predecessors:
-            reasons_before = self.blocks.miss_reasons(predecessor, keys)
-            now, before = (np.frombuffer(each, np.uint8) for each in (reasons, reasons_before))
-            dropped = np.isin(now, NO_REASON) & ~np.isin(before, NO_REASON)
-            reasons = np.where(dropped, np.uint8(MissReason.INVALIDATED), now).tobytes()
-        return reasons
 
     # --- bytes ----------------------------------------------------------------------------------
 

@@ -216,7 +216,8 @@ class BlockTable(Structure):
         self.prompt = np.zeros(slots, np.uint64)
         """[blocks] number of the prompt that last looked the block up, or of the one whose store made it."""
         self.last_prompt = 0
-        """Number of the latest prompt that was looked up, or whose store began: a newer one has a higher number."""
+        """Number of the latest lookup or store: a newer one has a higher number. A prompt that asks again gets a new
+        one, and so becomes the newest."""
         self._native = native()
         self._counts = array("Q", bytes(8 * 2))
         """The largest results that C writes there: ``struct found`` and ``struct ended`` of blocks.c."""
@@ -386,7 +387,7 @@ class BlockTable(Structure):
     def oldest_unpinned(self, group: Group, count: int) -> BlockIds:
         """Return up to ``count`` READY blocks without pins among the MAX_SEEN that were first added to the group. The
         others that it meets become the newest, so that the next search does not meet them again."""
-        return self._oldest(group, count, MAX_SEEN, unpinned=True)
+        return self._oldest(group, min(count, MAX_SEEN), MAX_SEEN, unpinned=True)
 
     def _oldest(self, group: Group, count: int, seen: int, *, unpinned: bool) -> BlockIds:
         if count > self._capacity:
@@ -412,6 +413,8 @@ class BlockTable(Structure):
         ``order``: READY, unpinned blocks, the first to evict first; ``last``: there are no others. ``hints``,
         ``retentions``: see ``Retentions``: ``hint_of`` and ``numbers``.
         """
+        # Of a region also blocks that are not in ``order`` may go. C chooses no region that might not fit, so the
+        # buffer has space for all blocks of two.
         most = len(order) + 2 * slots.slots_per_region
         if most > self._capacity:
             self._grow(most)

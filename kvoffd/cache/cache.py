@@ -161,7 +161,7 @@ class Cache:
         for index, keys in groups:
             namespace.check(index, keys)
         if is_new := not lease.active:
-            lease.counts_at_end = not (again or reported)
+            lease.covers_at_end = not (again or reported)
         else:
             lease.ask_again()
         lease.peer = peer
@@ -172,12 +172,10 @@ class Cache:
         try:
             for index, keys in groups:
                 group = namespace.groups[index]
-                if self.life.unswept:  # before the lookup, which returns the recorded reasons
-                    self.life.record_unswept(group, keys)
                 of_group = self.blocks.lookup(group, keys, lease=is_new)  # a new lease pins them by the same call of C
                 found.append(of_group)
                 if group.predecessors:
-                    reasons = self.life.since_reset(group, keys, of_group.reasons)
+                    reasons = self.life.reasons_with_resets(group, keys, of_group.reasons)
                     found[-1] = of_group = of_group._replace(reasons=reasons)
                 self.blocks.prompt[of_group.ready] = self.blocks.last_prompt
                 self.order.record_askers(group, keys, of_group.states, of_group.ready, giver)
@@ -200,7 +198,8 @@ class Cache:
         found: list[FoundKeys],
         asked: list[AskedKeys] | None,
     ) -> list[FoundKeys]:
-        """Request what the pool lacks from the tiers. Returns what was found, with the states of keys that come up."""
+        """Request what the pool lacks from the tiers, which ``mark`` in ``asked`` what becomes of it. Returns what was
+        found, with the states of keys that come up."""
         states = [of_group.states for of_group in found]
         is_complete = sum([len(of_group.ready) for of_group in found]) == sum(map(len, states))
         if is_complete and not lease.coming:  # while some are coming, the tiers must estimate its ``wait_s`` again
@@ -273,19 +272,22 @@ class Cache:
             namespace.check(index, keys)
         if action is HintAction.PREFETCH:
             return self._prefetches.add(namespace, groups, session)
-        wish, count = self.order.retentions.wish(namespace, session, giver, priority, ttl_s), 0
+        wish, count = None, 0
+        if action is HintAction.RETAIN:  # one for all groups: their blocks are retained together
+            wish = self.order.retentions.wish(namespace, session, giver, priority, ttl_s)
         for index, keys in groups:
             group, different = namespace.groups[index], list(dict.fromkeys(namespace.split(index, keys)))
             packed_keys = b"".join(different)
             states, blocks = self.blocks.find(group, packed_keys)
             is_ready = np.frombuffer(states, np.uint8) == READY
             ready = blocks[is_ready]
+            absent = list(compress(different, (~is_ready).tolist()))
             count += len(ready)
-            if action is HintAction.RELEASE:
-                self.order.release(giver, group, ready)
+            if wish is None:
+                self.order.release(giver, group, ready, absent)
             else:
                 self.order.record_askers(group, packed_keys, states, ready, giver)
-                self.order.retain(wish, group, ready, list(compress(different, (~is_ready).tolist())))
+                self.order.retain(wish, group, ready, absent)
         return count
 
     # --- what is not to be found any more -------------------------------------------------------
@@ -350,7 +352,8 @@ class Cache:
             partial = list(islice(self.life.partial_since(since), DROPPED_AT_ONCE))
             self.life.drop_partial(partial)
             ended = len(partial)
-        # Ended leases that are still to be unpinned may hide overdue ones, which are looked for again afterwards.
+        # Ended leases stay in ``by_id`` until they are unpinned, and ``end_overdue`` looks at its first ones only: they
+        # may hide overdue ones.
         self._has_overdue = ended > 0 or self.leases.has_to_unpin
         return ended
 

@@ -46,7 +46,7 @@ class Computing:
         self._fields = _Fields(at_lacked=self._lacked.ctypes.data, bits=BITS, seed=seed)
         self._at = ctypes.addressof(self._fields)
 
-    def asked(self, group: Group, keys: bytes, reasons: bytearray, prompt_hash: int) -> None:
+    def record_lacking(self, group: Group, keys: bytes, reasons: bytearray, prompt_hash: int) -> None:
         """Record what a prompt lacks: change the reasons of keys that another one is computing to COMPUTING.
 
         ``prompt_hash``: 32 bits, the same at each lookup of the prompt.

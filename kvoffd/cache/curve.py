@@ -29,6 +29,8 @@ declare(
 
 SIZES = (0.1, 0.15, 0.2, 0.3, 0.5, 0.7, 1.0, 1.5, 2.0, 3.0, 5.0, 7.0, 10.0)
 """Estimated pool sizes, as multiples of the pool's size."""
+OWN_SIZE = "1"
+"""Name of the pool's own size in ``HitCurve.lru_hit_ratio``."""
 HALVED_EVERY_S = 86400.0
 """Interval after which older counts are halved."""
 _KINDS = 3
@@ -49,6 +51,12 @@ _Row = NDArray[np.float64]
 _NOTHING = np.zeros(_ROW)
 
 
+class _FirstFields(ctypes.Structure):
+    """The first fields of ``struct curve`` of curve.c."""
+
+    _fields_ = (("nbytes", ctypes.c_uint64), ("seen_bytes", ctypes.c_double))
+
+
 class _Counts(NamedTuple):
     """Counts of a namespace, all numbers of ``_COUNTS`` as one row."""
 
@@ -66,6 +74,7 @@ class HitRatioCurve:
         if not self._at:
             raise MemoryError
         self._free = weakref.finalize(self, self._native.curve_free, self._at)
+        self._fields = _FirstFields.from_address(self._at)
         self._clock = clock
         self._halved_at = clock()
         self._forgotten = np.zeros(_ROW)
@@ -74,12 +83,12 @@ class HitRatioCurve:
 
     @property
     def nbytes(self) -> int:
-        return ctypes.c_uint64.from_address(self._at).value
+        return int(self._fields.nbytes)
 
     @property
     def seen_bytes(self) -> int:
         """Estimated bytes of the different blocks that were recently requested, up to the largest size."""
-        return int(ctypes.c_double.from_address(self._at + 8).value)
+        return int(self._fields.seen_bytes)
 
     def requested(self, chain: Chain, own: int = 0) -> None:
         """Record a chain that was looked up. The engine had the first ``own`` keys itself: these are not counted."""

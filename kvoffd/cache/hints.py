@@ -47,13 +47,13 @@ class HintedOrder:
     | is retained, and would have been evicted    | the part of its retention   | its retention's   |
     | was set aside, and its retention has ended  | the same, one of ``_ended`` | that retention's  |
     | is released                                 | a part of ``_released``     | the part's        |
-    | is pinned, and was passed over              | a part of ``passed``        | the part's        |
+    | is pinned, and was passed over              | a part of ``passed_over``   | the part's        |
 
     Methods with a name of ``Policy``'s do the same.
 
     Attributes:
-        passed: numbers of the parts of pinned blocks that were passed over; while there are any, ``unpinned`` is to be
-            called.
+        passed_over: numbers of the parts of pinned blocks that were passed over; while there are any, ``unpinned`` is
+            to be called.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class HintedOrder:
         """Numbers of the parts of released blocks, one for each release, in that order."""
         self._ended: dict[int, None] = {}
         """Those of retentions that have ended, in the order of their ends."""
-        self.passed: dict[int, None] = {}
+        self.passed_over: dict[int, None] = {}
         self._more_pinned = False
         """Whether an eviction, or the step behind it, met more pinned blocks than it passed over."""
         self._set_aside_left = SET_ASIDE_AT_ONCE
@@ -126,8 +126,10 @@ class HintedOrder:
         self.retentions.put(wish, group, blocks)
         self._retained_may_be_next = True
 
-    def release(self, giver: int, group: Group, blocks: BlockIds) -> None:
-        """End what this giver retained of READY blocks, root first. Release those for which no other has asked."""
+    def release(self, giver: int, group: Group, blocks: BlockIds, absent: Sequence[bytes]) -> None:
+        """End what this giver retained of READY blocks, root first, and of other keys. Release the blocks for which no
+        other has asked."""
+        self.retentions.stop_awaiting(giver, group, absent)
         retentions = self.retentions.of(blocks)
         own = np.array([one is None or one.wish.giver == giver != ANY for one in retentions], np.bool_)
         alone = self._askers.are_alone(blocks, giver)
@@ -143,6 +145,9 @@ class HintedOrder:
             self._ended[number] = None
 
     # --- what is not in the policy's order -------------------------------------------------------
+    #
+    # ``_remove_hints``, ``_return_to_policy`` and ``_take_from_policy`` end the blocks' hints. ``_take_from_part``,
+    # ``_give_to_policy`` and ``_set_aside`` only move them: retained ones stay retained.
 
     def _add_part(self, known: dict[int, None], blocks: BlockIds) -> None:
         """Note blocks that have left the policy's order, and have no hint, as a part."""
@@ -159,7 +164,7 @@ class HintedOrder:
             return
         new = self.retentions.renumber(self._outside)
         self._outside = {new[number]: part for number, part in self._outside.items()}
-        for known in (self._released, self._ended, self.passed):
+        for known in (self._released, self._ended, self.passed_over):
             numbers = [new[number] for number in known]
             known.clear()
             known.update(dict.fromkeys(numbers))
@@ -176,7 +181,7 @@ class HintedOrder:
         taken = [part.pop(block, False) for block in blocks.tolist()]
         if not part:
             del self._outside[number]
-            for known in (self._released, self._ended, self.passed):
+            for known in (self._released, self._ended, self.passed_over):
                 known.pop(number, None)
         return taken
 
@@ -215,16 +220,19 @@ class HintedOrder:
         """Take some of these pinned blocks, which ``first`` returned, out of the order until ``unpinned``: each
         eviction would look at them again. Retained ones are set aside."""
         self._more_pinned = len(pinned) > PASSED_AT_ONCE
-        are_retained = self.retentions.are_retained(pinned := pinned[:PASSED_AT_ONCE])
+        self._pass_over(pinned[:PASSED_AT_ONCE])
+
+    def _pass_over(self, pinned: BlockIds) -> None:
+        are_retained = self.retentions.are_retained(pinned)
         retained, others = pinned[are_retained], pinned[~are_retained]
         self._set_aside(retained[[not self._is_outside(block) for block in retained.tolist()]])
         for group, members in self._blocks.by_group(others):
             self._take_from_policy(group, members)
-        self._add_part(self.passed, others)
+        self._add_part(self.passed_over, others)
 
     def unpinned(self, blocks: BlockIds) -> None:
         """Return blocks that are not pinned any more, root first, to the policy's order, if they were passed over."""
-        for group, members in self._blocks.by_group(blocks[self.retentions.have(self.passed, blocks)]):
+        for group, members in self._blocks.by_group(blocks[self.retentions.have(self.passed_over, blocks)]):
             self._return_to_policy(group, members)
 
     # --- steps of time ---------------------------------------------------------------------------
@@ -235,8 +243,9 @@ class HintedOrder:
         left, self._set_aside_left = self._set_aside_left, SET_ASIDE_AT_ONCE
         if self._more_pinned:
             soon = self._policy.first(PASSED_AT_ONCE)
-            self.pass_over(pinned := soon[self._blocks.pins[soon] != 0])
-            self._more_pinned = len(pinned) > PASSED_AT_ONCE // 2
+            pinned = soon[self._blocks.pins[soon] != 0]
+            self._pass_over(pinned)
+            self._more_pinned = len(pinned) > PASSED_AT_ONCE // 2  # then those behind them are likely to be pinned too
         if not self.retentions.live:
             return self._more_pinned
         more = self.retentions.end_lapsed() or self._more_pinned
@@ -244,8 +253,8 @@ class HintedOrder:
             soon = self._policy.first(min(left, len(self._blocks.state) // SOON_DIVISOR))
             retained = self.retentions.are_retained(soon)
             self._set_aside(soon[retained])
-            # Those behind them were not looked at.
-            self._retained_may_be_next = left < SET_ASIDE_AT_ONCE or bool(retained.any())
+            looked_at_fewer = left < SET_ASIDE_AT_ONCE  # evictions since the last step have set some aside
+            self._retained_may_be_next = looked_at_fewer or bool(retained.any())  # behind those that were looked at
         return more or self._retained_may_be_next
 
     # --- as Policy -------------------------------------------------------------------------------
@@ -306,6 +315,7 @@ class HintedOrder:
         hints, and stay where they are if they were set aside."""
         self._retained_may_be_next = True
         for group, members in self._blocks.by_group(blocks):
+            # All come to the end but those that are retained and outside, which are set aside.
             are_inside = np.array([not self._is_outside(block) for block in members.tolist()], np.bool_)
             others = ~self.retentions.are_retained(members)
             self._remove_hints(group, members[others])
@@ -362,7 +372,8 @@ class HintedOrder:
         return np.fromiter(islice(chained.from_iterable(parts), count), np.uint32)
 
     def candidates(self, below: float = inf) -> Iterator[BlockIds]:
-        """Yield all that ``first`` returns in batches. The order must not change until the last one."""
+        """Yield all that ``first`` returns in batches. Nobody else may change the order until the last one; ``_first``
+        does, as it sets retained blocks aside."""
         self.retentions.end_lapsed()  # once, as it changes the order
         first = self._first if self._has_hints else self._policy.first
         given, most = NO_BLOCKS, BATCH

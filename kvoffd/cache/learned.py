@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvoffd.cache.block_table import BlockIds, packed
-from kvoffd.cache.curve import HitRatioCurve
+from kvoffd.cache.curve import OWN_SIZE, HitRatioCurve
 from kvoffd.cache.namespace import Group
 from kvoffd.cache.policy import REJECTED, Admission, BufferedOrder, Chain
 from kvoffd.system.native import CHAR_P, COUNT, DOUBLE, ITEMS, KEYS, NUMBER, VOID_P, declare, native
@@ -51,7 +51,7 @@ KEPT = 1 - 1 / 16
 
 FORMAT = 6
 """Version of the state that is kept for the next daemon."""
-_OFFER = struct.Struct("=dQ")
+_OFFER = struct.Struct("=dQ")  # score, and number of keys
 _HEAD = struct.Struct("=II")
 _TIME = struct.Struct("=3Q")
 _MAX_COUNT, _MAX_SUM = 1 << 62, 1e30
@@ -120,20 +120,20 @@ class Learned(BufferedOrder):
     def requested(self, chains: Sequence[Chain]) -> None:
         for chain in chains:
             group, keys, size = chain.group, chain.keys, chain.group.key_bytes
-            which = group.number, keys, len(keys) // size, size
-            self._native.learned_record(self._at, *which, group.block_bytes, group.weight, chain is chains[-1])
+            which, is_last = (group.number, keys, len(keys) // size, size), chain is chains[-1]  # it ends the request
+            self._native.learned_record(self._at, *which, group.block_bytes, group.weight, is_last)
 
     def admit(self, group: Group, keys: bytes, starts: Sequence[int]) -> Admission:
         size = group.key_bytes
-        count = len(keys) // size
-        if 4 * count > len(self._buffer):  # a run takes four words
-            self._make_buffer(4 * count)
+        count, words = len(keys) // size, _OFFER.size // 4
+        if words * count > len(self._buffer):
+            self._make_buffer(words * count)
         begins = array("Q", starts).tobytes()
         made = self._native.learned_admit(
             self._at, group.number, keys, count, size, group.block_bytes, begins, len(starts), self._buffer_at
         )
         applies = self._applies_to(group)
-        offers = _OFFER.iter_unpack(self._buffer[: made * _OFFER.size // 4].tobytes())
+        offers = _OFFER.iter_unpack(self._buffer[: made * words].tobytes())
         runs = [(length, score if applies or score == REJECTED else inf) for score, length in offers]
         return Admission(runs, float(self.known.lowest))
 
@@ -156,11 +156,11 @@ class Learned(BufferedOrder):
 
     def remove(self, group: Group, blocks: BlockIds, keys: bytes) -> None:
         if group.namespace.of_bench:
-            known = self._native.learned_forget(self._at, group.number, keys, len(blocks), group.key_bytes)
-            assert known == len(blocks), "removed a block that is not in the policy"
+            forgotten = self._native.learned_forget(self._at, group.number, keys, len(blocks), group.key_bytes)
+            assert forgotten == len(blocks), "removed a block that is not in the policy"
             return
-        unknown = self._native.learned_remove(self._at, group.number, keys, len(blocks), group.key_bytes)
-        assert not unknown, "removed a block that is not in the policy"
+        has_unknown = self._native.learned_remove(self._at, group.number, keys, len(blocks), group.key_bytes)
+        assert not has_unknown, "removed a block that is not in the policy"
 
     # --- Chance of reuse ---
 
@@ -226,6 +226,7 @@ class Learned(BufferedOrder):
         self.known.now, self.known.requests = time
         if lifetime != self.known.lifetime:  # of a pool of another size: the bins have other ages
             edges = np.array(self._counts.edges)
+            # ``returned`` and ``forgotten``; behind them is only ``accessed``, which has no ages.
             by_age = sums[: 2 * len(CLASSES) * BINS].reshape(-1, BINS)
             moved = by_age @ _shares(edges * lifetime / self.known.lifetime, edges)
             sums = np.concatenate((moved.ravel(), sums[by_age.size :]))
@@ -247,6 +248,7 @@ class LruFallback:
         self._excess = 0.0
         """Predicted lead while LRU was on, as a part: concurrent requests do not find what the curve expects."""
         self._stay = FIRST_STAY
+        """Pool lifetimes for which LRU stays on the next time."""
         self._next_at = self._known.now + self._known.lifetime
         self._change_at = self._known.now + JUDGED_AFTER * self._known.lifetime
 
@@ -259,9 +261,10 @@ class LruFallback:
         last, now = self._last, self._curve.in_all()
         self._last = now
         if now.asked_tokens > last.asked_tokens:  # else the curve halved its counts
-            found_by_lru = now.lru_hit_ratio["1"] * now.asked_tokens - last.lru_hit_ratio["1"] * last.asked_tokens
+            by_lru_before, by_lru_now = (one.lru_hit_ratio[OWN_SIZE] * one.asked_tokens for one in (last, now))
             self._asked = KEPT * self._asked + now.asked_tokens - last.asked_tokens
-            self._lead = KEPT * self._lead + found_by_lru - (now.found_tokens - last.found_tokens)
+            found_more = by_lru_now - by_lru_before - (now.found_tokens - last.found_tokens)
+            self._lead = KEPT * self._lead + found_more
         if known.now < self._change_at or not self._asked:
             return
         lead = self._lead / self._asked

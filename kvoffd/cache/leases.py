@@ -59,6 +59,8 @@ class Leases:
     ) -> None:
         self._life, self._blocks, self._clock = life, life.blocks, clock
         self.ttl_s, self.most_bytes, self._max_keys, self._max_leases = ttl_s, most_bytes, max_keys, max_leases
+        self._unshared_bytes = most_bytes // 2
+        """Bytes up to which all pins together may grow whatever the sessions' shares are."""
         self.by_id: dict[int, Lease] = {}
         self.withheld_bytes = 0
         self.ended_at_once = ENDED_AT_ONCE
@@ -129,7 +131,7 @@ class Leases:
             of_session = self.by_session.setdefault(lease.session, {})
             lease.siblings = of_session.setdefault(lease.namespace, lease.siblings)  # its own, which is empty, if first
             lease.siblings.leases[lease] = None
-            self.by_id.pop(lease.lease_id, None)  # one that has ended: the place of its key is by its deadline
+            self.by_id.pop(lease.lease_id, None)  # an ended one of the same id, whose place is too early for this one
             self.by_id[lease.lease_id] = lease
         if not ready.size:
             return found
@@ -159,7 +161,7 @@ class Leases:
     def _unpin_for(self, session: int, nbytes: int) -> None:
         """Unpin blocks of ended leases, which must not keep a new one small, until a session may pin these bytes."""
         fits_share = self.of(session).nbytes + nbytes <= self._share_bytes(session)
-        most_bytes = self.most_bytes if fits_share else self.most_bytes // 2
+        most_bytes = self.most_bytes if fits_share else self._unshared_bytes  # beyond its share it may only use these
         while self._to_unpin and self._blocks.pinned_bytes + nbytes > most_bytes:
             self.unpin_some()
 
@@ -180,7 +182,7 @@ class Leases:
 
     def _is_within_share(self, session: int, newly_leased_bytes: int) -> bool:
         """Return whether a session may keep these bytes that were just leased for it, as far as others need a part."""
-        if not newly_leased_bytes or self._blocks.pinned_bytes <= self.most_bytes // 2:
+        if not newly_leased_bytes or self._blocks.pinned_bytes <= self._unshared_bytes:
             return True
         return self.of(session).nbytes + newly_leased_bytes <= self._share_bytes(session)
 
@@ -208,8 +210,9 @@ class Leases:
         to_lease = np.cumsum(nbytes * (self._blocks.leases[blocks] == 0))
         most, pinned_bytes, leased = self.most_bytes, self._blocks.pinned_bytes, self.of(lease.session)
         share = max(0, self._share_bytes(lease.session) - leased.nbytes)
+        # As ``_is_within_limit``, for each block.
         fits = (to_lease <= most - self._blocks.leased_bytes) & (to_pin <= max(0, most - pinned_bytes))
-        fits &= (to_lease <= share) | (pinned_bytes + to_pin <= most // 2)
+        fits &= (to_lease <= share) | (pinned_bytes + to_pin <= self._unshared_bytes)  # as ``_is_within_share``
         count = min(leading(fits), max(0, self._max_keys - leased.keys))
         if count < len(blocks):
             self._claims[lease.session] = self._clock() + CLAIM_S
@@ -301,7 +304,7 @@ class Leases:
         for lease in ended:
             if self.by_id.get(lease.lease_id) is lease:
                 del self.by_id[lease.lease_id]
-            if lease.counts_at_end and lease.blocks.size:
+            if lease.covers_at_end and lease.blocks.size:
                 lease.namespace.counters.covered_keys += len(lease.blocks)
             if self._life.tiers is not None:
                 self._life.tiers.lease_ended(lease)

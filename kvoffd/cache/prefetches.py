@@ -81,9 +81,9 @@ class Prefetches:
     def _ask(self, tiers: TierHooks, lease: Lease, states: list[bytes]) -> None:
         """Request what the pool lacks of a prefetch's keys, or end it if nothing more comes."""
         lease.ask_again()
-        before = lease.coming
+        before = lease.certain
         tiers.find(lease, self._groups[lease], states, None)
-        lease.namespace.counters.prefetched_keys += max(0, lease.coming - lease.asking - before)
+        lease.namespace.counters.prefetched_keys += max(0, lease.certain - before)
         if not lease.coming:
             self._end(lease)
 

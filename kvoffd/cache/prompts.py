@@ -92,7 +92,8 @@ class Prompts:
 
     def report(self) -> None:
         """Report lookups to the tiers and, except a bench's, to the policy, the curve and the watchers. Call it after
-        the replies are sent, and before what evicts or stores blocks."""
+        the replies are sent, and before what evicts or stores blocks: they must hear of the use of a block before they
+        decide what goes, and of what a prompt lacked before its store."""
         while self.unreported:
             self._report_oldest()
 
@@ -115,7 +116,7 @@ class Prompts:
             for part in asked:
                 found = part.chain
                 if found is not None and found.ready_prefix < len(part.reasons) and not found.group.retired:
-                    self._computing.asked(found.group, found.keys, part.reasons, prompt_hash)
+                    self._computing.record_lacking(found.group, found.keys, part.reasons, prompt_hash)
         for watcher in self.watchers:
             watcher(chains)
 
@@ -166,9 +167,10 @@ class Prompts:
             return
         size = chain.group.key_bytes
         keys = chain.keys[first * size : (first + count) * size]
+        # Of the group that the namespace has by now: the chain's own knows of no reset since the lookup.
         reasons = bytearray(self._life.reasons_of(asked.namespace.group(chain.group.index), keys))
         if asked.reported and not (chain.group.retired or asked.namespace.of_bench):
-            self._computing.asked(chain.group, keys, reasons, asked.prompt_hash)
+            self._computing.record_lacking(chain.group, keys, reasons, asked.prompt_hash)
         asked.missed(first, bytes(reasons))
 
     def count_some_ended(self) -> None:

@@ -183,7 +183,7 @@ class Retentions:
         joined: dict[Wish, Wish] = {}
 
         def join(old: Wish, new: Wish) -> Wish:
-            """Return one wish for all keys that had the same."""
+            """Return the same object for all keys that had the same: ``HintedOrder.insert`` retains those together."""
             if (found := joined.get(old)) is None:
                 joined[old] = found = old.joined(new)
             return found
@@ -192,6 +192,13 @@ class Retentions:
         numbered = [(group.number, key) for key in keys]
         over = self.awaited.add(numbered, wish, self._clock() + AWAITED_S, most, join)
         group.namespace.counters.unretained_blocks += over
+
+    def stop_awaiting(self, giver: int, group: Group, keys: Sequence[bytes]) -> None:
+        """Await no more those of the keys that this giver alone wants to be retained."""
+        for key in keys:
+            found = self.awaited.get((group.number, key))
+            if found is not None and found.wish.giver == giver != ANY:
+                self.awaited.take((group.number, key))
 
     def is_over(self, wish: Wish) -> bool:
         """Return whether a wish's time is over."""
@@ -215,8 +222,9 @@ class Retentions:
     def _fitting(
         self, wish: Wish, blocks: BlockIds, block_bytes: int, most_bytes: int, within: Namespace | Retentions
     ) -> BlockIds:
-        """Return the first blocks that may be retained ``within`` a namespace, or ``self`` for the whole pool."""
-        target = most_bytes - len(blocks) * block_bytes
+        """Return the first blocks that may be retained. ``within``: what has the ``retained_bytes`` to which the limit
+        applies: the namespace, or ``self`` for the whole pool."""
+        target = most_bytes - len(blocks) * block_bytes  # what others may keep if all blocks are to fit
         if within.retained_bytes > target:
             self._displace(wish, max(0, target), within, max(0, most_bytes - within.retained_bytes))
         return blocks[: max(0, most_bytes - within.retained_bytes) // max(1, block_bytes)]

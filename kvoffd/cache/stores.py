@@ -72,7 +72,8 @@ class BlockStores:
         existing blocks of these keys are not evicted, nor are those of the same prompts or of newer ones that no tier
         has. Each group occurs once; groups, keys and rank must be valid.
 
-        ``sole``: see ``BlockLife.set_sole``.
+        ``sole``: number of the only stores that may add shards to blocks that this one begins, or 0; see
+        ``BlockLife.set_sole``.
         """
         offers, begun = list[_Offer](), list[StoreTicket]()
         try:
@@ -113,7 +114,9 @@ class BlockStores:
             np.flatnonzero(of_key == verdict).tolist()
             for verdict in (StoreVerdict.ABSENT, StoreVerdict.JOIN, StoreVerdict.DUPLICATE)
         )
-        if others := {*self._life.unjoinable(blocks[joined], sole)}:  # their keys count as present, repeats included
+        # The keys of these count as present, repeats included. If A's block is one of them, and B is absent, the store
+        # of A, A, B, B has the duplicate B alone.
+        if others := {*self._life.unjoinable(blocks[joined], sole)}:
             joined = [index for index in joined if int(blocks[index]) not in others]
             split = np.frombuffer(part.keys, group.namespace.key_type).tolist()
             wanted = {split[index] for index in (*absent, *joined)}
@@ -137,8 +140,9 @@ class BlockStores:
         """Return the number of each key's prompt, by part.
 
         A prompt continues with the number of the block before one of its chains, in any group. It gets a new one if no
-        such block is known, and 0, so that nothing of it is stored, if that block got no space. Chains of one label in
-        ``StorePart.prompts`` are one prompt's.
+        such block is known, and 0, so that nothing of it is stored, if that block got no space. If the blocks
+        before its chains have several numbers, it continues with the lowest: 0, or that for which the fewest blocks may
+        be evicted. Chains of one label in ``StorePart.prompts`` are one prompt's.
         """
         size, labels_of_chains = namespace.key_bytes, list[list[int]]()
         continued: dict[int, int] = {}
@@ -232,12 +236,12 @@ class BlockStores:
                     runs += _by_prompt(_Run(begin, end, score), prompts)
                     continue
                 limit_score, limit_prompt = below, oldest
-            # It got too little. If blocks with a higher score may go, which a later run may take, its score has kept it
-            # out: it is rejected. Else there is no space.
-            by_score = limit_score < inf
-            if by_score and may_evict:  # once there are none, there are none for the rest
+            # It got too little. Its score has kept it out if it has one, and blocks with a higher score may go, which a
+            # later run may take: it is rejected. Else there is no space.
+            if limit_score < inf and may_evict:  # once there are none, there are none for the rest
                 may_evict = self._space.victims.are_evictable(newest)
-            (ticket.rejected if by_score and may_evict else ticket.no_space).extend(absent[begin:end])
+            is_rejected = limit_score < inf and may_evict
+            (ticket.rejected if is_rejected else ticket.no_space).extend(absent[begin:end])
 
     def _runs_of(self, group: Group, part: StorePart, keys: bytes, absent: Sequence[int]) -> tuple[list[_Run], float]:
         """Return the absent keys as runs, the last one first, and the score up to which none gets space: in a full
@@ -307,7 +311,7 @@ class BlockStores:
         keys_before: dict[int, bytes] = {}
         for start, (begin, end) in zip(part.starts, pairwise(begins), strict=True):
             if begin < end:
-                first = copy[begin]  # what is before it in this store was there
+                first = copy[begin]  # before it is the key before in this store, which was there, else the named one
                 inside = part.keys[(first - 1) * size : first * size] if first > start else b""
                 keys_before[begin] = inside or part.before.get(start, b"")
         if not any(keys_before.values()):
@@ -376,6 +380,7 @@ class BlockStores:
         ready = self._blocks.lookup(group, keys, lease=False).ready
         self._blocks.record_chain(ready)
         # The first may have been used before: then the policy `arc` moves none behind it, but those behind the second.
+        # Where all can be moved behind the first, the last call decides.
         for first in (1, 0):
             if len(ready) > first + 1:
                 self._order.follow(int(ready[first]), ready[first + 1 :])

@@ -35,7 +35,7 @@ class Lease:
     """Expected time until they are in the pool, as of the last lookup; 0 if unknown."""
     peer: str = ""
     """Name of the only peer that is asked, as of the last lookup; empty for all."""
-    counts_at_end: bool = False
+    covers_at_end: bool = False
     """Whether its blocks count as covered (loaded or not needed) at its end, as no report will come."""
     siblings: SessionLeases = field(default_factory=lambda: SessionLeases())
     """The active leases of its session in its namespace, of which it is one until its end."""
@@ -50,6 +50,11 @@ class Lease:
         """Begin a lookup that asks stores again for what they have not answered."""
         self.coming -= self.asking
         self.asking = self.asking_bytes = 0
+
+    @property
+    def certain(self) -> int:
+        """Keys that are on their way up, without those that a store may lack."""
+        return self.coming - self.asking
 
     @property
     def active(self) -> bool:

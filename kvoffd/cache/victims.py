@@ -84,14 +84,16 @@ class Victims:
         chosen, tiers = self._order.first(count, below), self._life.tiers
         if not chosen.size:
             return Choice(NO_BLOCKS, same_group=True)
-        spared = self._blocks.prompt[chosen] >= older_than
-        all_may_go = not spared.any() or bool(self._safe_to_evict(chosen[spared]).all())
-        if all_may_go and tiers is not None and (waiting := tiers.waiting(chosen)) is not None and waiting.any():
+        wanted, spared = (group, count, below, older_than), self._blocks.prompt[chosen] >= older_than
+        if spared.any() and not self._safe_to_evict(chosen[spared]).all():
+            return Choice(self.for_space(*wanted), same_group=False)
+        if tiers is not None and (waiting := tiers.waiting(chosen)) is not None and waiting.any():
             next_in_order, chosen = chosen, self._next_passing_waiting(tiers, count, below, older_than)
-            all_may_go = len(chosen) >= len(next_in_order)  # else some of those are pinned, which it leaves out
-        if all_may_go and self._blocks.common_group(chosen, unpinned=True) == group.number:
-            return Choice(chosen, same_group=True)
-        return Choice(self.for_space(group, count, below, older_than), same_group=False)
+            if len(chosen) < len(next_in_order):  # some of those are pinned, which it leaves out
+                return Choice(self.for_space(*wanted), same_group=False)
+        if self._blocks.common_group(chosen, unpinned=True) != group.number:
+            return Choice(self.for_space(*wanted), same_group=False)
+        return Choice(chosen, same_group=True)
 
     def _next_passing_waiting(self, tiers: TierHooks, count: int, below: float, older_than: int) -> BlockIds:
         """Return the next ``count`` blocks that may go, looking further until enough of them do not wait to be written
@@ -151,9 +153,12 @@ class Victims:
             if passed >= MAX_PASSED or len(victims) >= most or self._bytes_of(victims) >= nbytes:
                 break
         if passed >= MAX_PASSED and self._bytes_of(victims) < nbytes:
-            looked_at = nbytes + groups[0].namespace.retained_bytes  # all that a hint retains may come first
+            retained_bytes = groups[0].namespace.retained_bytes  # all that a hint retains may come first
+            wanted = [
+                min(most, -(-nbytes // one.block_bytes)) + -(-retained_bytes // one.block_bytes) for one in groups
+            ]
             oldest = np.concatenate(
-                [blocks.oldest_unpinned(one, min(most, -(-looked_at // one.block_bytes))) for one in groups]
+                [blocks.oldest_unpinned(one, count) for one, count in zip(groups, wanted, strict=True)]
             )
             oldest = oldest[self._may_go(oldest, older_than)]
             retained = self._order.retentions.are_retained(oldest)

@@ -627,7 +627,7 @@ class CacheMachine(RuleBasedStateMachine):
         for namespace in self.spaces:
             counters = namespace.counters
             ended = [lease for some in self.cache.leases._to_unpin for lease in some if lease.namespace is namespace]
-            ending = sum(len(lease.blocks) for lease in ended if lease.counts_at_end)
+            ending = sum(len(lease.blocks) for lease in ended if lease.covers_at_end)
             assert (counters.covered_keys + ending, counters.misses.total()) == (
                 self.covered[namespace],
                 self.missed[namespace],

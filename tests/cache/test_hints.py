@@ -431,7 +431,7 @@ def test_all_accounts_agree_whatever_is_done(
             assert np.array_equal(first, rig.cache.order.first(64)[: len(first)])
         every = [block for batch in rig.cache.order.candidates() for block in batch.tolist()]
         assert len({*every}) == len(every)
-        passed += bool(rig.cache.order.passed)
+        passed += bool(rig.cache.order.passed_over)
     assert passed
 
 
@@ -503,6 +503,24 @@ def test_what_is_not_there_is_not_released_ahead(policy: str) -> None:
     rig.put(1, 2, 3, 4)
     rig.put(200, 201, 202, 203)
     assert rig.there(1, 2, 3, 4) == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(("retained_by", "released_by", "is_retained"), [(1, 1, 0), (2, 1, 1), (0, 0, 1)])
+def test_a_release_ends_what_its_giver_retained_ahead(retained_by: int, released_by: int, is_retained: int) -> None:
+    rig = Hinted()
+    rig.hint("retain", 1, giver=retained_by)
+    rig.hint("release", 1, giver=released_by)
+    rig.put(1, giver=retained_by)
+    assert rig.retained == is_retained
+
+
+def test_a_release_leaves_what_another_giver_retained_ahead_too() -> None:
+    rig = Hinted()
+    for giver in (1, 2):
+        rig.hint("retain", 1, giver=giver)
+    rig.hint("release", 1, giver=1)
+    rig.put(1)
+    assert rig.retained == 1
 
 
 def test_what_was_recovered_or_came_from_a_tier_is_nobodys_to_release() -> None:

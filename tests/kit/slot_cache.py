@@ -296,11 +296,11 @@ def check_invariants(cache: Cache) -> None:
     assert blocks.leased_bytes <= cache.leases.most_bytes, "leases pin more than they may"
     retained, outside = cache.order.retentions, cache.order._outside
     order = [int(block) for batch in cache.order.candidates() for block in batch]
-    passed = [block for number in cache.order.passed for block in outside[number]]
+    passed = [block for number in cache.order.passed_over for block in outside[number]]
     assert blocks.pins[passed].all(), "a block that can be evicted is in no order"
     assert sorted(order + passed) == np.flatnonzero(blocks.state == READY).tolist(), "the policy knows other blocks"
     assert all((retained.hint_of[[*part]] == number).all() for number, part in outside.items())
-    assert {*outside} - {*retained.live} == {*cache.order._released, *cache.order._ended, *cache.order.passed}
+    assert {*outside} - {*retained.live} == {*cache.order._released, *cache.order._ended, *cache.order.passed_over}
     kept = [head for head in order if int(retained.hint_of[head]) in retained.live]
     assert retained.retained_bytes == sum(cache.life.group_of(head).block_bytes for head in kept)
     retentions = [*retained.live.values()]
