@@ -209,10 +209,13 @@ class HelperProcess:
         """
         with self._lock:
             before, self._settings.peers[peer] = self._settings.peers[peer], address
-            is_running = self._channel is not None
-        if not is_running or self.send(frame(CONNECT, peer, 0, address.encode())):
+            channel = self._channel
+        if channel is None or self.send(frame(CONNECT, peer, 0, address.encode())):
             return True
-        self._settings.peers[peer] = before
+        with self._lock:
+            if self._channel is not channel:  # it has ended, and the next one may have started with the new address
+                return True
+            self._settings.peers[peer] = before
         return False
 
     def reply(self, route: bytes, ident: int, payload: bytes) -> None:
