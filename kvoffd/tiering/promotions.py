@@ -327,27 +327,23 @@ class Promotions:
     def _new_fill(
         self, lookup: CurrentLookup, part: LookupPart, place: int, queues: dict[PromotionSource, FillQueue]
     ) -> Fill:
-        """Return a queued fill for a key that a source has. ``queues``: the new ones of the part; one may be added."""
-        source, key = part.there[place], part.keys[place]
+        """Return a queued fill for a key that a source has. ``queues``: those of the part's new fills; a source's is
+        made for its first one, which follows right away, since an order has no queue without fills."""
+        source, key, session = part.there[place], part.keys[place], lookup.lease.session
         if (queue := queues.get(source)) is None:
-            queue = queues[source] = self._new_queue(lookup, part, source)
+            order, is_prefetch = source.read_order, session == NO_SESSION
+            owner = part.group.namespace.fingerprint if is_prefetch else session
+            turns = order.prefetched if is_prefetch else order.by_lookups
+            queue = FillQueue(session, owner, lookup.queues, part.group, part.block_group, source, turns)
+            queues[source] = queue
+            lookup.queues.queues.append(queue)
+            turns.by_owner.setdefault(owner, {})[queue] = None
         fill = Fill(queue, key)
         self.unsettled.setdefault(part.block_group.tag, {})[key] = fill
         queue.fills[fill] = None
         self.count(queue, queued=1)
         lookup.new_bytes += part.group.block_bytes
         return fill
-
-    def _new_queue(self, lookup: CurrentLookup, part: LookupPart, source: PromotionSource) -> FillQueue:
-        """Return a queue for the fills of a part, which is in the source's order and gets one right away."""
-        session, order = lookup.lease.session, source.read_order
-        is_prefetch = session == NO_SESSION
-        owner = part.group.namespace.fingerprint if is_prefetch else session
-        turns = order.prefetched if is_prefetch else order.by_lookups
-        queue = FillQueue(session, owner, lookup.queues, part.group, part.block_group, source, turns)
-        lookup.queues.queues.append(queue)
-        turns.by_owner.setdefault(owner, {})[queue] = None
-        return queue
 
     def _join(self, of_lookup: LookupQueues, queue: FillQueue) -> None:
         """Have a queue get its space jointly with the others that this lookup waits for, no longer with those of an
