@@ -109,7 +109,8 @@ class LookupPart:
         self.asking: dict[int, tuple[Tier, ...]] = {}
         """Stores that are being asked for a key: one, or several peers."""
         self.whole_questions: list[object] = []
-        """The questions to these stores, if each of them is about exactly these keys; else none."""
+        """The questions to these stores, if each of them is about exactly these keys; else none. Of such a question
+        ``UnansweredKeys`` has one entry, in place of one for each key."""
         self.found_by: dict[str, None] = {}
         """Names of the tiers that have a key, or are being asked for it."""
 
@@ -125,6 +126,13 @@ class LookupPart:
 
     def look(self, steps: Sequence[Sequence[PromotionSource]], *, prefix: bool) -> None:
         """Ask sources for the unfound keys, those of a step at once, until all keys are found."""
+        if prefix and len(self.unfound) > 1 and not any(step[0].shared for step in steps):
+            # Disks mostly lack the first key, and to look for one is faster than for all.
+            behind_first, self.unfound = self.unfound[1:], self.unfound[:1]
+            self.look(steps, prefix=True)
+            if self.unfound:
+                return
+            self.unfound = behind_first
         for step in steps:
             if not self.unfound:
                 return
@@ -303,14 +311,7 @@ class TierLookups:
             writing = (place for place, state in enumerate(states) if state == WRITING)
             end = next((place for place in writing if part.keys[place] not in part.fills), end)
             part.unfound = [place for place in part.unfound if place < end]
-        behind_first = list[int]()
-        if not any(step[0].shared for step in lookup.steps):
-            # Disks mostly lack the first key, and to look for one is faster than for all.
-            part.unfound, behind_first = part.unfound[:1], part.unfound[1:]
         part.look(lookup.steps, prefix=True)
-        if behind_first and not part.unfound:
-            part.unfound = behind_first
-            part.look(lookup.steps, prefix=True)
         end = min([end, *part.unfound[:1]])
         if end < len(part.keys):
             part.asking = {place: tiers for place, tiers in part.asking.items() if place < end}
@@ -347,7 +348,8 @@ class TierLookups:
             )
 
     def _await_answers(self, lookup: CurrentLookup, part: LookupPart, *, prefix: bool) -> None:
-        """Have the lookup wait for the answers about keys that a store is being asked for."""
+        """Have the lookup wait for the answers about keys that a store is being asked for, until it asks again: then
+        ``Lease.ask_again`` takes off what is added here."""
         count = len(part.asking)
         lookup.lease.asking += count
         lookup.lease.coming += count

@@ -222,11 +222,12 @@ class Writer:
                 for block in blocks.tolist():
                     self.waiting.pop(block, None)
             return
-        reasons, not_rejected = [], LATE if self.budget.allows(sum(group.lengths)) else BUDGET
+        default_reason = LATE if self.budget.allows(sum(group.lengths)) else BUDGET
+        reasons: list[str] = []
         for block, sequence in zip(blocks.tolist(), self._sequences[blocks].tolist(), strict=True):
             self.waiting.pop(block, None)
             rejection = self._rejected.pop(block, None)
-            reasons.append(rejection.reason if rejection and rejection.sequence == sequence else not_rejected)
+            reasons.append(rejection.reason if rejection and rejection.sequence == sequence else default_reason)
         self._evicted.append(_Evicted(group, keys, reasons))
 
     def stop(self) -> None:

@@ -85,7 +85,7 @@ MAX_PEERS, MAX_ASKED = 1024, 1024
 """Connections of peers that are answered in one second, and questions whose answers are awaited."""
 AT_ONCE = 64
 """Messages of one socket that are read before the others have their turn."""
-LEASE_S, MAX_LENT = 10.0, 65_536
+KEEPS_AWAKE_S, MAX_LENT = 10.0, 65_536
 """Time for which what was lent keeps the pauses at ``WAITING_MS`` or less, unless it is returned, and limit of such
 requests."""
 HEARTBEAT_MS, LOST_MS = 3000, 4000
@@ -437,7 +437,7 @@ class Helper:
             if kind != RELEASE:
                 self._in_flight[route, ident] = time.monotonic() + IN_FLIGHT_S
             if kind == PIN:
-                put_newest(self._lent_until, (route, ident), time.monotonic() + LEASE_S, MAX_LENT)
+                put_newest(self._lent_until, (route, ident), time.monotonic() + KEEPS_AWAKE_S, MAX_LENT)
             self._to_daemon(REQUEST, len(route), ident, route + parts[0] + parts[2])
 
     def _spend(self, route: bytes, ident: int) -> bool:
@@ -606,7 +606,7 @@ def unbroken_interfaces() -> Iterator[set[str]]:
     with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_NONBLOCK, socket.NETLINK_ROUTE) as changes:
         changes.bind((0, RTMGRP_LINK_AND_IPV4))
         before = interfaces()
-        yield found
+        yield found  # which is filled below, for the caller to read after the ``with``
         broken = set[int]()
         with suppress(OSError):  # no more, or more than the kernel keeps
             while data := changes.recv(1 << 16):

@@ -493,7 +493,7 @@ def test_an_id_that_a_peer_repeats_keeps_no_later_one_from_being_forgotten(monke
     helper._to_daemon = Mock()  # type: ignore[method-assign]
     router = Mock(get=Mock(side_effect=lambda _: zmq.POLLIN if messages else 0))
     router.recv_multipart = lambda _: messages.pop(0)
-    for now, idents in ((0.0, (1, 2)), (0.9 * peer_helper.LEASE_S, (1,)), (1.1 * peer_helper.LEASE_S, ())):
+    for now, idents in ((0.0, (1, 2)), (0.9 * peer_helper.KEEPS_AWAKE_S, (1,)), (1.1 * peer_helper.KEEPS_AWAKE_S, ())):
         clock.return_value = now
         messages = [[b"route", bytes([PIN]), ident.to_bytes(8, "little"), b""] for ident in idents]
         helper._drop_expired(now)
