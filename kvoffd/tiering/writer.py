@@ -284,6 +284,7 @@ class Writer:
             self.waiting.get(block) == sequence or (block in before and before[block].sequence == sequence)
             for block, sequence in zip(blocks.tolist(), sequences.tolist(), strict=True)
         ]
+        # Lifetimes are ascending: the first ones are short enough for their chances to have been observed.
         believed = sum(WATCHED * one <= policy.accessed_bytes for one in lifetimes)
         self._selection.record(by_lifetime[~np.array(was_judged)], sum(group.lengths), believed)
         chances, least = self._selection.deciding(by_lifetime)

@@ -149,7 +149,16 @@ def events_of(monitor: zmq.Socket[bytes]) -> Iterator[int]:
 
 
 class Link:
-    """Reason why a peer is not connected, by the events of its socket."""
+    """Reason why a peer is not connected, by the events of its socket.
+
+    | event                                        | then the problem is                         |
+    |----------------------------------------------|---------------------------------------------|
+    | CONNECT_DELAYED                              | as before: an attempt begins                |
+    | CLOSED, early or late after CONNECT_DELAYED  | CLOSED or SILENT                            |
+    | CONNECT_RETRIED without CONNECT_DELAYED      | UNKNOWN: there was no address to connect to |
+    | a handshake fails                            | REFUSED                                     |
+    | HANDSHAKE_SUCCEEDED                          | none                                        |
+    """
 
     SILENT = "{} cannot be reached: its host does not answer; check its address, and firewalls on the way."
     CLOSED = "{} cannot be reached: nothing listens there; check whether its daemon runs, and its peer_listen."
@@ -177,7 +186,7 @@ class Link:
                 waited_ms = 1000 * (time.monotonic() - self._tried_at)
                 self.problem = self.SILENT if waited_ms >= LOST_MS / 2 else self.CLOSED
             elif event == zmq.EVENT_CONNECT_RETRIED:
-                if self._tried_at is None:  # there was no address to connect to
+                if self._tried_at is None:
                     self.problem = self.UNKNOWN
                 self._tried_at = None
         return connected
@@ -216,7 +225,7 @@ class Helper:
         self._stuck_reads = 0
         """Reads of all peers that are stuck: they alone do not count as work."""
         self._agents: dict[int, Agent] = {}
-        """Agents by the peer's number. A peer may have two: by its name in the settings, and by a request's address."""
+        """Agents by the peer's number. A peer that has two numbers, for two of its names, has one agent under both."""
         self._busy_until = self._beat_at = 0.0
         """Time until which the loop does not pause for long, and time of the next sign of life."""
         self._start_nixl()
