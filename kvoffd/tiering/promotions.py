@@ -163,7 +163,7 @@ class Blocked(NamedTuple):
     """Reason for which a queue cannot begin its next block, and the time since which it cannot."""
 
     reason: NotRead
-    """Not SLOWER: as this its fills fail if it is blocked for as long as a block may take to read."""
+    """Reason with which its fills fail if it is blocked for as long as a block may take to read."""
     since: float
 
 

@@ -110,7 +110,7 @@ class LookupPart:
         """Stores that are being asked for a key: one, or several peers."""
         self.whole_questions: list[object] = []
         """The questions to these stores, if each of them is about exactly these keys; else none. Of such a question
-        ``UnansweredKeys`` has one entry, in place of one for each key."""
+        ``UnansweredKeys`` has one entry instead of one for each key."""
         self.found_by: dict[str, None] = {}
         """Names of the tiers that have a key, or are being asked for it."""
 
