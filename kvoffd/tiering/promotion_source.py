@@ -57,6 +57,8 @@ class _BatchEnd(Enum):
     """All of them were begun, or settled."""
     NO_SLOTS = auto()
     """The pool has no slots for the rest."""
+    NEVER_SLOTS = auto()
+    """The rest gets no slots however long it waits: ``end_overdue`` fails it."""
     TIER_BUSY = auto()
     """The tier accepts no more reads now."""
 
@@ -76,7 +78,7 @@ class PromotionSource:
         patience_s: time that a block may take to read from the beginning of its turn, and a queue may be blocked.
         read_order: what is to be read, kept by ``Promotions``.
         read_again_at: time from which one read is tried even if it seems slower than computing.
-        has_overdue: whether ``end_overdue`` left some of what is overdue.
+        has_overdue: whether ``end_overdue`` has something to fail, as what it left the last time.
         failures: fills that failed, those that were settled before included, by ``NotRead`` or ``Result``.
         failed_at: time of the last read that failed.
         unused_blocks: promoted blocks that were evicted before they were loaded.
@@ -148,7 +150,8 @@ class PromotionSource:
                 if not (count := min(most, self.reads.free_blocks(block_bytes))):
                     if not most or self.reads.under_way:  # the next call, at the latest the end of a read, continues
                         return
-                    self._promotions.set_blocked(queue, NotRead.OVERDUE)  # by reads that were given up
+                    # Without any read there is space for a block: it is reads that were given up that have it.
+                    self._promotions.set_blocked(queue, NotRead.OVERDUE)
                     break
                 batch = list(islice(queue.fills, count))
                 most -= len(batch)
@@ -157,6 +160,7 @@ class PromotionSource:
                     return
                 if ended_by is _BatchEnd.NO_SLOTS:
                     too_large_bytes = block_bytes
+                if ended_by is not _BatchEnd.ALL_BEGUN:
                     break
 
     def _begin_batch(self, queue: FillQueue, batch: Sequence[Fill]) -> _BatchEnd:
@@ -182,9 +186,10 @@ class PromotionSource:
         if cause in ("pinned", "writing"):  # it gets slots once others end
             promotions.set_blocked(queue, NotRead.NO_SPACE)
             return _BatchEnd.NO_SLOTS
-        for fill in list(queue.fills):
-            promotions.fail(fill, NotRead.QUOTA if cause == "quota" else NotRead.NO_SPACE)
-        return _BatchEnd.ALL_BEGUN
+        # As if it had waited long enough: a queue may be too long to fail in one call.
+        reason = NotRead.QUOTA if cause == "quota" else NotRead.NO_SPACE
+        queue.blocked, self.has_overdue = Blocked(reason, self._clock() - self.patience_s), True
+        return _BatchEnd.NEVER_SLOTS
 
     def _begin_reads(self, queue: FillQueue, tickets: dict[Fill, FillTicket]) -> bool:
         """Begin to read fills of a queue into the slots of their tickets; return False if the tier accepts no more now.
@@ -199,9 +204,9 @@ class PromotionSource:
                     queue.blocked = None
                 elif not self.tier.available():
                     self._promotions.fail(fill, Result.DEADLINE)
-                elif self._is_gone(fill):
+                elif self._recheck(fill) == ABSENT:
                     self._promotions.fail(fill, Result.GONE)
-                else:
+                else:  # a store may be ASKED: once it has answered, a later call begins the read, or finds it gone
                     return False
         finally:
             for ticket in unused.values():
@@ -211,11 +216,11 @@ class PromotionSource:
                 queue.turns.shares.use(queue.owner, begun_bytes)
         return True
 
-    def _is_gone(self, fill: Fill) -> bool:
-        """Return whether the tier lacks a block whose read it does not accept. A store is asked once more if its answer
-        is too old, and at once for those behind the block too: one by one they would take an answer's time each."""
+    def _recheck(self, fill: Fill) -> int:
+        """Return the tier's state of a block whose read it does not accept. A store is asked once more if its answer is
+        too old, and at once for those behind the block too: one by one they would take an answer's time each."""
         keys = [one.key for one in islice(fill.queue.fills, MAX_BEGUN)]  # this one's is the first
-        return self.tier.find(fill.queue.block_group, keys, prefix=False).states[0] == ABSENT
+        return self.tier.find(fill.queue.block_group, keys, prefix=False).states[0]
 
     # --- deadlines -------------------------------------------------------------------------------
 
@@ -244,28 +249,37 @@ class PromotionSource:
         """Fail up to ``most`` blocks of queues that were blocked for as long as a block may take to read, or whose tier
         is away: other parts of their prompts wait for space together with them.
 
-        Return whether there are more. A queue that gets space now has its turn instead, however long it was blocked.
+        Return whether there are more.
         """
         is_away = not self.tier.available()
         since = self._clock() - (0.0 if is_away else self.patience_s)
         for queue in self.read_order.queues():
-            if queue.blocked is None:
+            if not self._stays_blocked(queue, since, is_away=is_away) or queue.blocked is None:
                 continue
-            # A new reservation unblocks the queue. One that it had before says nothing about slots: in its turn a read
-            # is tried, which unblocks it if there are some by now.
-            is_reserved = queue.blocked.reason is NotRead.NO_SPACE and self._promotions.reserve(queue)
-            if is_reserved and queue.blocked is not None and queue.blocked.since <= since and not is_away:
-                if not self.reads.free_blocks(queue.group.block_bytes):
-                    continue
-                self._begin_batch(queue, list(islice(queue.fills, 1)))
-            if queue.blocked is None or queue.blocked.since > since:
-                continue
+            reason: Result | NotRead = Result.DEADLINE if is_away else queue.blocked.reason
             for fill in list(islice(reversed(queue.fills), most)):  # the others are a prefix, and may still get space
                 most -= 1
-                self._promotions.fail(fill, Result.DEADLINE if is_away else queue.blocked.reason)
+                self._promotions.fail(fill, reason)
             if queue.fills:
                 return True
         return False
+
+    def _stays_blocked(self, queue: FillQueue, since: float, *, is_away: bool) -> bool:
+        """Return whether a queue is blocked since this time or earlier, and gets no space now either. One that gets
+        some has its turn, however long it was blocked."""
+        if queue.blocked is None:
+            return False
+        # A new reservation unblocks the queue.
+        is_reserved = queue.blocked.reason is NotRead.NO_SPACE and self._promotions.reserve(queue)
+        if queue.blocked is None or queue.blocked.since > since:
+            return False
+        if is_reserved and not is_away:
+            # The reservation that it had before says nothing about slots: a read is tried, which unblocks the queue if
+            # there are some by now.
+            if not self.reads.free_blocks(queue.group.block_bytes):
+                return False  # it is tried in its turn
+            self._begin_batch(queue, list(islice(queue.fills, 1)))
+        return queue.blocked is not None
 
     # --- ends ------------------------------------------------------------------------------------
 
@@ -313,7 +327,7 @@ class PromotionSource:
             self._promotions.settle(fill, CAME)
         elif result is Result.UNWANTED:
             self._promotions.settle(fill, IN_A_TIER)
-        elif fill.state not in SETTLED:
+        elif fill.state not in SETTLED:  # as one that was dropped is: what is DONE here lacks checksums
             self._promotions.fail(fill, Result.CORRUPT if result is Result.DONE else result)
 
 

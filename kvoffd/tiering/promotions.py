@@ -131,7 +131,7 @@ class FillQueue:
     session: int
     """Session of that lookup, NO_SESSION for a prefetch."""
     owner: Owner
-    prompt: PromptQueues
+    of_lookup: LookupQueues
     """The queues that get space together with this one: those of the last lookup that joined it before it had space.
     Engines repeat lookups under new leases."""
     group: Group
@@ -163,12 +163,12 @@ class Blocked(NamedTuple):
     """Reason for which a queue cannot begin its next block, and the time since which it cannot."""
 
     reason: NotRead
-    """NO_SPACE or OVERDUE: as this its fills fail if it is blocked for as long as a block may take to read."""
+    """Reason with which its fills fail if it is blocked for as long as a block may take to read."""
     since: float
 
 
 @dataclass(slots=True, eq=False)
-class PromptQueues:
+class LookupQueues:
     """Queues whose blocks one lookup waits for, of all its groups and sources. Space is reserved for all or none: two
     prompts with a part each would wait for one another."""
 
@@ -209,7 +209,7 @@ class SharedQueues:
 class ReadOrder:
     """The queues of one source, in the order in which it reads their blocks."""
 
-    awaited: SharedQueues = field(default_factory=SharedQueues)
+    by_lookups: SharedQueues = field(default_factory=SharedQueues)
     """Those with queued or running fills that a lookup has waited for."""
     prefetched: SharedQueues = field(default_factory=SharedQueues)
     """The others, of hints alone: they are read after these, so that no hint delays the lookups of others."""
@@ -223,7 +223,7 @@ class ReadOrder:
 
     def queues(self) -> Iterator[FillQueue]:
         """Yield the queues in the order in which they may begin now. They may change while the caller iterates."""
-        for shared in (self.awaited, self.prefetched):
+        for shared in (self.by_lookups, self.prefetched):
             yield from shared.in_turn() if len(shared.by_owner) > 1 else chain(*map(list, shared.by_owner.values()))
 
 
@@ -231,7 +231,7 @@ class Promotions:
     """Blocks that lookups have come up, from all sources: who waits for which, in which queue, and with which space.
 
     A ``Fill`` is a block, and a ``FillQueue`` the blocks of one group that one lookup has one source read. Each queue
-    is in two lists: in ``PromptQueues`` with those that get space together with it, and in the ``ReadOrder`` of its
+    is in two lists: in ``LookupQueues`` with those that get space together with it, and in the ``ReadOrder`` of its
     source. The parts below follow a fill: it is requested, gets space, is read by its ``PromotionSource``, and ends.
 
     Args:
@@ -239,46 +239,39 @@ class Promotions:
 
     Attributes:
         unsettled: fills that are not settled, by the group's tag and by key. No group has an empty dict.
-        awaited: fills that each lease waits for, settled ones included, in the order of the prompt, with the key before
-            each; empty at its beginning. ``Fill.leases`` has the same by fill.
+        fills_of_lease: fills that each lease waits for, settled ones included, in the order of the prompt, with the key
+            before each; empty at its beginning. ``Fill.leases`` has the same by fill.
     """
 
     def __init__(self, cache: Cache, sources: Sequence[PromotionSource], clock: Callable[[], float]) -> None:
         self._cache, self._sources, self._clock = cache, sources, clock
         self.unsettled: dict[int, dict[bytes, Fill]] = {}
-        self.awaited: dict[Lease, dict[Fill, bytes]] = {}
+        self.fills_of_lease: dict[Lease, dict[Fill, bytes]] = {}
 
     # --- what lookups request --------------------------------------------------------------------
 
     def request(self, lookup: CurrentLookup, part: LookupPart, places: Sequence[int]) -> None:
-        """Request keys that are in a tier or coming, up to the first that cannot be requested; set their states."""
+        """Request keys of a part, by their places, that are in a tier or coming, up to the first that cannot be
+        requested; set their states."""
         if not places:
             return
         slower, lease = self._slower_sources(lookup, part, places), lookup.lease
         queues: dict[PromotionSource, FillQueue] = {}
         """Those of the new fills."""
         for number, place in enumerate(places):
-            key = part.keys[place]
             # Not in ``part.fills``, which may lack what this loop adds: a key may occur twice.
-            if (fill := self.unsettled.get(part.block_group.tag, {}).get(key)) is None:
-                source = part.there[place]
+            if (fill := self.unsettled.get(part.block_group.tag, {}).get(part.keys[place])) is None:
                 if (refusal := self._refusal(lookup, part, place, slower)) is not None:
                     part.mark(places[number:], refusal)
                     return
-                if (queue := queues.get(source)) is None:
-                    queue = queues[source] = self._new_queue(lookup, part, source)
-                fill = Fill(queue, key)
-                self.unsettled.setdefault(part.block_group.tag, {})[key] = fill
-                queue.fills[fill] = None
-                self.count(queue, queued=1)
-                lookup.new_bytes += part.group.block_bytes
+                fill = self._new_fill(lookup, part, place, queues)
             elif not fill.queue.is_reserved:
-                self._join(lookup.prompt, fill.queue)
+                self._join(lookup.queues, fill.queue)
             if lease not in fill.leases:
                 lookup.promotable_bytes -= part.group.block_bytes
                 lease.coming += 1
                 fill.leases[lease] = None
-                self.awaited.setdefault(lease, {})[fill] = part.keys[place - 1] if place else part.key_before
+                self.fills_of_lease.setdefault(lease, {})[fill] = part.keys[place - 1] if place else part.key_before
             part.found_by[fill.queue.source.tier.name] = None
             if part.asked is not None:
                 fill.askers.append((part.asked, part.start + place))
@@ -308,7 +301,7 @@ class Promotions:
                     source.failures[NotRead.SLOWER.value] += count
                     slower.add(source)
                     continue
-                source.read_again_at = now + READ_AGAIN_S
+                source.read_again_at = now + READ_AGAIN_S  # any read measures the speed again, a faster one too
             lookup.worth_reading.add(source)
         return slower
 
@@ -322,9 +315,8 @@ class Promotions:
         if lookup.promotable_bytes < block_bytes:
             return MissReason.LEASE_LIMIT
         if not lookup.may_wait and lookup.new_bytes + block_bytes > self._cache.leases.leasable_bytes:
-            # One may begin to wait: a store had not answered to the first lookup, or the key had space then.
-            had_none = self._cache.life.reasons_of(part.group, part.keys[place])[0]
-            if session == NO_SESSION or had_none in (MissReason.NO_SPACE, MissReason.QUOTA):
+            last_reason = self._cache.life.reasons_of(part.group, part.keys[place])[0]
+            if session == NO_SESSION or last_reason in (MissReason.NO_SPACE, MissReason.QUOTA):
                 return MissReason.NO_SPACE
             lookup.may_wait = True  # for the keys behind it too
         order = source.read_order
@@ -332,44 +324,54 @@ class Promotions:
             return MissReason.TIER_LATE
         return None
 
-    def _new_queue(self, lookup: CurrentLookup, part: LookupPart, source: PromotionSource) -> FillQueue:
-        """Return a queue for the fills of a part, which is in the source's order and gets one right away."""
-        session, order = lookup.lease.session, source.read_order
-        is_prefetch = session == NO_SESSION
-        owner = part.group.namespace.fingerprint if is_prefetch else session
-        turns = order.prefetched if is_prefetch else order.awaited
-        queue = FillQueue(session, owner, lookup.prompt, part.group, part.block_group, source, turns)
-        lookup.prompt.queues.append(queue)
-        turns.by_owner.setdefault(owner, {})[queue] = None
-        return queue
+    def _new_fill(
+        self, lookup: CurrentLookup, part: LookupPart, place: int, queues: dict[PromotionSource, FillQueue]
+    ) -> Fill:
+        """Return a queued fill for a key that a source has. ``queues``: those of the part's new fills; a source's is
+        made for its first one, which follows right away, since an order has no queue without fills."""
+        source, key, session = part.there[place], part.keys[place], lookup.lease.session
+        if (queue := queues.get(source)) is None:
+            order, is_prefetch = source.read_order, session == NO_SESSION
+            owner = part.group.namespace.fingerprint if is_prefetch else session
+            turns = order.prefetched if is_prefetch else order.by_lookups
+            queue = FillQueue(session, owner, lookup.queues, part.group, part.block_group, source, turns)
+            queues[source] = queue
+            lookup.queues.queues.append(queue)
+            turns.by_owner.setdefault(owner, {})[queue] = None
+        fill = Fill(queue, key)
+        self.unsettled.setdefault(part.block_group.tag, {})[key] = fill
+        queue.fills[fill] = None
+        self.count(queue, queued=1)
+        lookup.new_bytes += part.group.block_bytes
+        return fill
 
-    def _join(self, prompt: PromptQueues, queue: FillQueue) -> None:
+    def _join(self, of_lookup: LookupQueues, queue: FillQueue) -> None:
         """Have a queue get its space jointly with the others that this lookup waits for, no longer with those of an
         earlier lookup. A prefetch's is read with those of lookups instead."""
-        if queue.prompt is prompt or prompt.lease.session == NO_SESSION:
+        if queue.of_lookup is of_lookup or of_lookup.lease.session == NO_SESSION:
             return
         if queue.session == NO_SESSION:
             order = queue.source.read_order
             if queue.turns is order.prefetched:
                 queue.turns.remove(queue)
-                queue.turns = order.awaited
+                queue.turns = order.by_lookups
                 queue.turns.by_owner.setdefault(queue.owner, {})[queue] = None
             return
-        queue.prompt.queues.remove(queue)
-        prompt.queues.append(queue)
-        queue.prompt = prompt
+        queue.of_lookup.queues.remove(queue)
+        of_lookup.queues.append(queue)
+        queue.of_lookup = of_lookup
 
     def wait_s(self, lease: Lease) -> float:
         """Return the expected time until the blocks that a lease waits for have come, at the current speeds; 0 if
         unknown."""
-        awaited, longest_s = self.awaited.get(lease, {}), 0.0
+        fills, longest_s = self.fills_of_lease.get(lease, {}), 0.0
         queues_of: dict[PromotionSource, set[FillQueue]] = defaultdict(set)
-        for fill in awaited:
+        for fill in fills:
             if fill.state not in SETTLED:
                 queues_of[fill.queue.source].add(fill.queue)
         for source, queues in queues_of.items():
             if speed := source.reads.speed.current:
-                nbytes, now = _bytes_until(source.read_order, queues, awaited), self._clock()
+                nbytes, now = _bytes_until(source.read_order, queues, fills), self._clock()
                 # A queue that is blocked is expected to stay so as long again as so far.
                 blocked_s = max((now - queue.blocked.since for queue in queues if queue.blocked), default=0.0)
                 longest_s = max(longest_s, nbytes / speed + blocked_s)
@@ -389,7 +391,7 @@ class Promotions:
             if queue.group.block_bytes <= leasable_bytes:
                 return True
         else:
-            together = [one for one in queue.prompt.queues if not one.is_reserved]
+            together = [one for one in queue.of_lookup.queues if not one.is_reserved]
             if self._fits(queue, together, leasable_bytes):
                 for one in together:
                     one.is_reserved, one.blocked = True, None
@@ -402,12 +404,15 @@ class Promotions:
         """Return whether leases may pin all blocks of a queue and of those that get space together with it.
 
         What a store is being asked for, for the same prompt, needs space too. It counts within the queue's patience
-        only: the engine may never look it up again. Once it does not count, the prompt may use what other sources have
-        reserved and will not have filled by the time that it is read, and loaded within the patience.
+        only: the engine may never look it up again.
+
+        Once it does not count, the prompt may use space that other sources have reserved and are too slow to fill in
+        time. For example, a prompt of 4 GiB is read in 2 s and loaded within the patience of 5 s. In these 7 s a store
+        that reads 0.1 GiB/s fills 0.7 GiB of the 10 GiB that it has reserved: the prompt may use the other 9.3 GiB.
         """
         if leasable_bytes >= self._cache.leases.most_bytes:  # all there is: to wait would give no more
             return True
-        lease, patience_s = queue.prompt.lease, queue.source.patience_s
+        lease, patience_s = queue.of_lookup.lease, queue.source.patience_s
         waited_s = self._clock() - queue.blocked.since if queue.blocked else 0.0
         asked_bytes = lease.asking_bytes if lease.active and waited_s < patience_s else 0
         wanted_bytes = sum([one.queued_bytes for one in together]) + asked_bytes
@@ -436,9 +441,12 @@ class Promotions:
         queue.under_way += under_way
         if queue.is_reserved:
             self._count_reserved(order, (queued + under_way) * queue.group.block_bytes)
-        if not (queue.fills or queue.under_way):
+        if queue.fills:
+            return
+        queue.blocked = None  # it has nothing to begin
+        if not queue.under_way:
             queue.turns.remove(queue)
-            queue.prompt.queues.remove(queue)
+            queue.of_lookup.queues.remove(queue)
 
     # --- ends ------------------------------------------------------------------------------------
 
@@ -487,32 +495,46 @@ class Promotions:
     def lease_ended(self, lease: Lease) -> None:
         """Stop what was to come up for this lease alone, and have what has come up get its place in the order of
         eviction: see ``TierHooks``."""
-        if (awaited := self.awaited.pop(lease, None)) is None:
+        if (fills := self.fills_of_lease.pop(lease, None)) is None:
             return  # as most: thousands may end in one turn of the loop
-        unawaited: dict[FillQueue, None] = {}
-        next_leases: dict[FillQueue, Lease] = {}
-        """Queues that were to get space with others of this lease, and the last one that still waits for them."""
-        chains: dict[Group, dict[bytes, None]] = {}
-        """Keys that may have come up, each behind the key before it."""
-        for fill, key_before in awaited.items():
+        settled, queued = list[tuple[bytes, Fill]](), list[Fill]()
+        for fill, key_before in fills.items():
             del fill.leases[lease]
             if fill.state in SETTLED:
-                keys = chains.setdefault(fill.queue.group, {})
-                keys[key_before] = keys[fill.key] = None
-            elif fill.state is not FillState.QUEUED:
-                continue  # its tier asks in its turn whether it is awaited
-            elif not fill.leases:
-                unawaited[fill.queue] = None
-            elif fill.queue.prompt.lease is lease and not fill.queue.is_reserved:
-                next_leases[fill.queue] = next(reversed(fill.leases))
-        for queue in unawaited:
+                settled.append((key_before, fill))
+            elif fill.state is FillState.QUEUED:  # else its tier asks in its turn whether it is awaited
+                queued.append(fill)
+        self._settle_unawaited(queued)
+        self._hand_over(lease, queued)
+        self._order_chains(settled)
+
+    def _settle_unawaited(self, queued: Sequence[Fill]) -> None:
+        """Settle those of some queued fills, and of the others in their queues, that no lease waits for."""
+        for queue in dict.fromkeys(fill.queue for fill in queued if not fill.leases):
             for fill in [fill for fill in queue.fills if not fill.leases]:
                 self.settle(fill, IN_A_TIER)  # the engine reports why it is not loaded
+
+    def _hand_over(self, ended: Lease, queued: Sequence[Fill]) -> None:
+        """Have queues of these fills that were to get space with others of an ended lease get it with those of the last
+        lease that still waits for them."""
+        next_leases = {
+            fill.queue: next(reversed(fill.leases))
+            for fill in queued
+            if fill.leases and fill.queue.of_lookup.lease is ended and not fill.queue.is_reserved
+        }
         for queue, following in next_leases.items():
-            its_prompts = (fill.queue.prompt for fill in self.awaited[following])
-            prompt = next((prompt for prompt in its_prompts if prompt.lease is following), None)
-            self._join(prompt or PromptQueues(following), queue)
-        for group, keys in chains.items():  # they came one by one, mostly the root first, which would be evicted first
+            of_lookups = (fill.queue.of_lookup for fill in self.fills_of_lease[following])
+            its = next((of_lookup for of_lookup in of_lookups if of_lookup.lease is following), None)
+            self._join(its or LookupQueues(following), queue)
+
+    def _order_chains(self, settled: Sequence[tuple[bytes, Fill]]) -> None:
+        """Order blocks that may have come up for eviction, the tail of a prompt first: they came one by one, mostly the
+        root first, which would be evicted first. ``settled``: the key before each fill's, and the fill."""
+        chains: dict[Group, dict[bytes, None]] = {}
+        for key_before, fill in settled:
+            keys = chains.setdefault(fill.queue.group, {})
+            keys[key_before] = keys[fill.key] = None  # once each, in the order of the prompt
+        for group, keys in chains.items():
             self._cache.stores.order_chain(group, b"".join(keys))
 
     def remove(self, tag: int, keys: Sequence[bytes], why: MissReason) -> None:
@@ -530,16 +552,19 @@ class Promotions:
                 self.settle(fill, MissReason.INVALIDATED)
 
 
-def _bytes_until(order: ReadOrder, its_queues: Collection[FillQueue], awaited: Collection[Fill]) -> int:
-    """Return the bytes that a source reads until it has read the last awaited fill of some of its queues.
+def _bytes_until(order: ReadOrder, its_queues: Collection[FillQueue], its_fills: Collection[Fill]) -> int:
+    """Return the bytes that a source reads until it has read the last of a lookup's fills in some of its queues.
 
     Of an owner these are all queues up to its last one of them; of each other owner as many bytes at most, since they
     share the source. Blocked queues are passed over.
+
+    For example, the lookup's queue has 5 bytes, behind 10 others of its owner. Another owner has queued 40, a third one
+    3. Once the first has read its 15, the second has read 15 too, and the third its 3: 33 in all.
     """
     most_bytes = total_bytes = 0
     """The most bytes of one owner of its queues, and the bytes of all owners."""
     others = list[dict[FillQueue, None]]()
-    for of_owner in order.awaited.by_owner.values():
+    for of_owner in order.by_lookups.by_owner.values():
         left = sum(queue in of_owner for queue in its_queues)
         if not left:
             others.append(of_owner)
@@ -552,8 +577,8 @@ def _bytes_until(order: ReadOrder, its_queues: Collection[FillQueue], awaited: C
                 continue
             nbytes += queue.unread_bytes
             if not left:
-                behind_last_awaited = takewhile(lambda fill: fill not in awaited, reversed(queue.fills))
-                nbytes -= sum(1 for _ in behind_last_awaited) * queue.group.block_bytes
+                behind_its_last = takewhile(lambda fill: fill not in its_fills, reversed(queue.fills))
+                nbytes -= sum(1 for _ in behind_its_last) * queue.group.block_bytes
                 break
         most_bytes, total_bytes = max(most_bytes, nbytes), total_bytes + nbytes
     for of_owner in others:
@@ -561,7 +586,7 @@ def _bytes_until(order: ReadOrder, its_queues: Collection[FillQueue], awaited: C
         for queue in of_owner:
             if queue.blocked is None:
                 nbytes += queue.unread_bytes
-            if nbytes >= most_bytes:
+            if nbytes >= most_bytes:  # no more of it is counted: spare the other queues
                 break
         total_bytes += min(nbytes, most_bytes)
     return total_bytes

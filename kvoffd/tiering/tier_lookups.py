@@ -19,7 +19,7 @@ from kvoffd.cache.tickets import Lease
 from kvoffd.pool.allocator import PAGE_BYTES
 from kvoffd.tiering.block_group import block_group_of
 from kvoffd.tiering.promotion_source import PromotionSource
-from kvoffd.tiering.promotions import SETTLED, Fill, Promotions, PromptQueues
+from kvoffd.tiering.promotions import SETTLED, Fill, LookupQueues, Promotions
 from kvoffd.tiering.unanswered_keys import UnansweredKeys
 from kvoffd.tiers.tier import ABSENT, ASKED, PRESENT, Tier
 from kvoffd_proto.messages import COMING, SHARED, GroupSpec
@@ -56,16 +56,18 @@ class CurrentLookup:
     """Pool bytes that may still be promoted for it: what leases may pin, less what it has. Negative if its READY keys
     are more than that: anything else would evict its own beginning."""
     may_wait: bool
-    """Whether its new fills may wait for space: those of a first lookup, and of a repeated one from a key on that did
-    not wait before. A key that got no space in its patience does not wait again."""
-    prompt: PromptQueues
+    """Whether its new fills may wait for space. Those of a repeated lookup may from the first key on that was not last
+    missed for want of space: a store had not answered the first lookup, or the key had space then. A key that got no
+    space in its patience does not wait again."""
+    queues: LookupQueues
     """The queues of its new fills, and of those that it has joined."""
     new_bytes: int = 0
     """Pool bytes of its new fills."""
     asking_bytes: int = 0
     """Pool bytes of the keys that stores are being asked for."""
     worth_reading: set[PromotionSource] = field(default_factory=set)
-    """Sources that are read for one of its groups: one group without the others cannot be loaded."""
+    """Sources that are read for one of its groups, and so for the later ones at any speed: one group without the others
+    cannot be loaded."""
 
 
 class LookupPart:
@@ -107,7 +109,8 @@ class LookupPart:
         self.asking: dict[int, tuple[Tier, ...]] = {}
         """Stores that are being asked for a key: one, or several peers."""
         self.whole_questions: list[object] = []
-        """The questions to these stores, if each of them is about exactly these keys; else none."""
+        """The questions to these stores, if each of them is about exactly these keys; else none. Of such a question
+        ``UnansweredKeys`` has one entry instead of one for each key."""
         self.found_by: dict[str, None] = {}
         """Names of the tiers that have a key, or are being asked for it."""
 
@@ -123,6 +126,13 @@ class LookupPart:
 
     def look(self, steps: Sequence[Sequence[PromotionSource]], *, prefix: bool) -> None:
         """Ask sources for the unfound keys, those of a step at once, until all keys are found."""
+        if prefix and len(self.unfound) > 1 and not any(step[0].shared for step in steps):
+            # Disks mostly lack the first key, and to look for one is faster than for all.
+            behind_first, self.unfound = self.unfound[1:], self.unfound[:1]
+            self.look(steps, prefix=True)
+            if self.unfound:
+                return
+            self.unfound = behind_first
         for step in steps:
             if not self.unfound:
                 return
@@ -288,11 +298,11 @@ class TierLookups:
         ready_bytes = sum(of_group.count(READY) * known[index].block_bytes for (index, _), of_group in pairs)
         # Earlier lookups under the same lease may have found the beginning of the prompt.
         held_bytes = max(ready_bytes, int(self._cache.blocks.pages[lease.blocks].sum()) * PAGE_BYTES)
-        awaited = self._promotions.awaited.get(lease, ())
-        held_bytes += sum(fill.queue.group.block_bytes for fill in awaited if fill.state not in SETTLED)
+        fills = self._promotions.fills_of_lease.get(lease, ())
+        held_bytes += sum(fill.queue.group.block_bytes for fill in fills if fill.state not in SETTLED)
         promotable_bytes = leases.most_bytes - sum(one.reads.given_up_bytes for one in self._sources) - held_bytes
         answer, is_first = list(map(bytearray, states)), asked is not None
-        return CurrentLookup(lease, groups, answer, asked, steps, promotable_bytes, is_first, PromptQueues(lease))
+        return CurrentLookup(lease, groups, answer, asked, steps, promotable_bytes, is_first, LookupQueues(lease))
 
     def _find_prefix(self, lookup: CurrentLookup, part: LookupPart) -> bool:
         """Request the unbroken run from the first of these keys; return whether any of it is being asked for."""
@@ -301,14 +311,7 @@ class TierLookups:
             writing = (place for place, state in enumerate(states) if state == WRITING)
             end = next((place for place in writing if part.keys[place] not in part.fills), end)
             part.unfound = [place for place in part.unfound if place < end]
-        behind_first = list[int]()
-        if not any(step[0].shared for step in lookup.steps):
-            # Disks mostly lack the first key, and to look for one is faster than for all.
-            part.unfound, behind_first = part.unfound[:1], part.unfound[1:]
         part.look(lookup.steps, prefix=True)
-        if behind_first and not part.unfound:
-            part.unfound = behind_first
-            part.look(lookup.steps, prefix=True)
         end = min([end, *part.unfound[:1]])
         if end < len(part.keys):
             part.asking = {place: tiers for place, tiers in part.asking.items() if place < end}
@@ -345,7 +348,8 @@ class TierLookups:
             )
 
     def _await_answers(self, lookup: CurrentLookup, part: LookupPart, *, prefix: bool) -> None:
-        """Have the lookup wait for the answers about keys that a store is being asked for."""
+        """Have the lookup wait for the answers about keys that a store is being asked for, until it asks again: then
+        ``Lease.ask_again`` takes off what is added here."""
         count = len(part.asking)
         lookup.lease.asking += count
         lookup.lease.coming += count

@@ -163,6 +163,7 @@ class Tiering:
                 self._to_spare.append((block_group_of(group), keys))
 
     def waiting(self, blocks: BlockIds) -> npt.NDArray[np.bool_] | None:
+        """Return which of these blocks wait to be written, and are written soon; None if none are."""
         writers = [writer for writer in self.writers if writer.waiting and writer.writes_soon]
         if not writers:
             return None
@@ -173,12 +174,14 @@ class Tiering:
 
     @property
     def are_written(self) -> bool:
+        """Whether some tier is written now; peers, and tiers of the mode ``never``, are only read."""
         return any(writer.mode is not WriteMode.NEVER and writer.writes_soon for writer in self.writers)
 
     def safe_to_evict(self, blocks: BlockIds) -> npt.NDArray[np.bool_]:
+        """Return which of these READY blocks have been written, or left out as unlikely; none if no tier is written."""
         if not self.are_written:
             return np.zeros(len(blocks), np.bool_)
-        waiting = self.waiting(blocks)  # what does not wait was written, or left out
+        waiting = self.waiting(blocks)
         return np.ones(len(blocks), np.bool_) if waiting is None else ~waiting
 
     def remove(self, namespace: Namespace, group: int, keys: bytes, why: MissReason) -> None:
@@ -187,7 +190,8 @@ class Tiering:
         for source in self.sources:
             # Bytes that are wrong here are not wrong in a store, which other nodes use.
             if not source.shared or why is not MissReason.CORRUPT:
-                source.tier.remove(block_group, single_keys, for_all_nodes=why is MissReason.PARTIAL)
+                is_incomplete = why is MissReason.PARTIAL  # in a store too, where all nodes would find it again
+                source.tier.remove(block_group, single_keys, for_all_nodes=is_incomplete)
 
     # --- what the daemon calls -------------------------------------------------------------------
 

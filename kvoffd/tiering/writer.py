@@ -222,11 +222,12 @@ class Writer:
                 for block in blocks.tolist():
                     self.waiting.pop(block, None)
             return
-        reasons, not_rejected = [], LATE if self.budget.allows(sum(group.lengths)) else BUDGET
+        default_reason = LATE if self.budget.allows(sum(group.lengths)) else BUDGET
+        reasons: list[str] = []
         for block, sequence in zip(blocks.tolist(), self._sequences[blocks].tolist(), strict=True):
             self.waiting.pop(block, None)
             rejection = self._rejected.pop(block, None)
-            reasons.append(rejection.reason if rejection and rejection.sequence == sequence else not_rejected)
+            reasons.append(rejection.reason if rejection and rejection.sequence == sequence else default_reason)
         self._evicted.append(_Evicted(group, keys, reasons))
 
     def stop(self) -> None:
@@ -283,6 +284,7 @@ class Writer:
             self.waiting.get(block) == sequence or (block in before and before[block].sequence == sequence)
             for block, sequence in zip(blocks.tolist(), sequences.tolist(), strict=True)
         ]
+        # Lifetimes are ascending: the first ones are short enough for their chances to have been observed.
         believed = sum(WATCHED * one <= policy.accessed_bytes for one in lifetimes)
         self._selection.record(by_lifetime[~np.array(was_judged)], sum(group.lengths), believed)
         chances, least = self._selection.deciding(by_lifetime)

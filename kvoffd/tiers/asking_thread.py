@@ -51,7 +51,7 @@ class AskingThread(StoreThread):
     def raise_work(self) -> Work | None:
         """Kind of work that raising a generation is, for ``report``. A store may refuse it, as any write; a peer is
         only read, and does not fail at its work if it has not followed yet."""
-        return None if self.store.follows else "write"
+        return None if self.store.is_peer else "write"
 
     def answered_late(self) -> None:
         """Count a late answer as a failure. It is reported only if it opens the breaker: a single one is nothing."""

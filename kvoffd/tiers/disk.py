@@ -350,7 +350,7 @@ class DiskTier(Tier):
         if (hour := self._map.oldest_hour) is None:
             return 0.0
         age_s = max(0.0, self._wall_clock() - hour * HOUR_S)
-        # That hour may have begun before the tier was opened, its blocks only if some were found.
+        # The hour may have begun before the opening. Without blocks found then, all were written since.
         return age_s if self.found_blocks else min(age_s, self._clock() - self._opened_at)
 
     def bytes_by_namespace(self) -> Counter[bytes]:
@@ -361,7 +361,7 @@ class DiskTier(Tier):
         return found
 
     def tick(self) -> None:
-        self._reads.end(Result.DEADLINE, self._reads.longest_s)  # those whose patience is over
+        self._reads.end_overdue()
         hangs = max(one.longest_s for one in (self._reads, self._writes, self._clearing.threads)) > HANG_TIMEOUT_S
         if hangs and not self.hangs:
             self._error(

@@ -5,6 +5,14 @@
 3. ``DiskMap.unpin``: the slot is free, unless a read or write has pinned it too, or a write to it has failed. If its
    record could not be cleared, it is in ``DiskMap.to_overwrite`` instead.
 
+| method of ``Clearing``  | steps    | of                                                                       |
+|-------------------------|----------|--------------------------------------------------------------------------|
+| ``drop``                | 1        | evicted blocks, whose records the next writes overwrite                  |
+| ``clear_slots``         | 2 and 3  | slots that have no block, as after a write that failed                   |
+| ``clear_to_overwrite``  | 2 and 3  | dropped blocks whose records nothing has overwritten                     |
+| ``free``                | 1 to 3   | removed blocks                                                           |
+| ``free_in_steps``       | 1 to 3   | many blocks, one batch after the other                                   |
+
 A clear, a reset, or a region that changes its slot size is processed in steps of ``CLEARED_AT_ONCE`` blocks. The thread
 also writes the rest of the index: its head, and the slot sizes of regions.
 """

@@ -284,6 +284,10 @@ class Reads:
         except Exception:
             logger.exception("The end of a read of %s raised: a bug; the others continue.", self._file.path)
 
+    def end_overdue(self) -> None:
+        """End waiting reads whose patience is over: no read has ended for longer than that."""
+        self.end(Result.DEADLINE, self.longest_s)
+
     def end(self, result: Result, waited_s: float = inf) -> None:
         """End waiting reads whose patience is at most ``waited_s``; all without it."""
         ended = [job for job in self._waiting if job.patience_s <= waited_s]

@@ -165,7 +165,10 @@ class Region:
 
 
 class DiskMap:
-    """The slots of a disk's file and the blocks in them. It alone changes the state of a slot. Not thread-safe.
+    """The slots of a disk's file and the blocks in them. Not thread-safe.
+
+    Its methods change the state of a slot. ``DiskTier`` and ``Clearing``, which know how writes have ended, also change
+    ``put_aside``, ``to_overwrite`` and ``uncleared``.
 
     | the slot             | has a group | is pinned by        | until                                              |
     |----------------------|-------------|---------------------|----------------------------------------------------|
@@ -240,6 +243,13 @@ class DiskMap:
                 del self.readable_by_tag[group.tag]
         self.last_number = len(samples)
         self.by_number = {known.number: known for known in self.readable_by_tag.values()}
+        self._clear_unreadable()
+        self._allocate_found()
+        self._restore_hand()
+        return newest
+
+    def _clear_unreadable(self) -> None:
+        """Clear the records that are not of a readable block, so that these never come back, and find the others."""
         is_known = np.zeros(self.last_number + 1, np.bool_)  # by the number of the group
         is_known[list(self.by_number)] = True
         gone: list[int] = []  # slots whose records are cleared
@@ -251,10 +261,7 @@ class DiskMap:
         for slot in gone:
             region, place = self.at(slot)
             region.groups[place], region.hours[place] = 0, NEVER
-        self._file.clear_records(gone)  # so that these never come back
-        self._allocate_found()
-        self._restore_hand()
-        return newest
+        self._file.clear_records(gone)
 
     def _read_index(self, should_stop: Callable[[], bool]) -> dict[int, tuple[int, list[npt.NDArray[np.int64]]]]:
         """Fill the regions with possible blocks, by their records. Returns by tag the number that its group gets, and
@@ -265,7 +272,7 @@ class DiskMap:
                 raise OpeningStopped(f"{file.path} was not opened: that was stopped.")
             first, size = number * file.slots_per_region, pages * PAGE_BYTES
             if not self.slots.slot_size(1) <= size <= self.slots.region_bytes:
-                # Otherwise they would count once the region is reused: its slot size did not reach the device.
+                # Its slot size did not reach the device. Old records would count once the region is reused.
                 file.clear_region(number)
                 continue
             slots = self.slots.slots_in(number, size)

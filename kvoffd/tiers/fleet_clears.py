@@ -99,7 +99,7 @@ class FleetClears:
         """Have a peer hear of the generations that namespaces have here now: a poll gives a peer that lacks one the
         higher number. A store hears of them from the node that cleared: all nodes at once would raise them several
         times."""
-        if self._store.follows and self._tier.name and not (self._tier.breaker.silent or self._tier.closed):
+        if self._store.is_peer and self._tier.name and not (self._tier.breaker.silent or self._tier.closed):
             self._put_polls(list(fingerprints))
 
     def answered_about(self, fingerprint: bytes) -> float:
@@ -141,19 +141,19 @@ class Raise(Question):
     def run(self, asker: AskingThread) -> int | Exception:
         """Return the raised generation, or the failure; ``Unfollowed`` if the peer is to be asked again."""
         store, until = asker.store, self.until
-        if store.follows:  # one that is silent delays the questions of lookups no longer than these do
+        if store.is_peer:  # one that is silent delays the questions of lookups no longer than these do
             until = asker.clock() + asker.tier.ask_deadline_s + ASK_PATIENCE_S
         try:
             store.connect()
             seen = checked(store.generation(self.fingerprint, until), self.fingerprint)
             # An equal number of a peer may be this clear's, of which it heard elsewhere. A higher one may be an earlier
             # clear's, by a clock that is ahead: the peer would keep what it has stored since.
-            if seen > self.generation or not store.follows:
+            if seen > self.generation or not store.is_peer:
                 self.generation = max(self.generation, seen + 1)
             raised = store.clear(self.fingerprint, seen, self.generation, self.cleared_at, until)
             return checked(raised, self.fingerprint)
         except Exception as error:
-            kind = error.kind if store.follows and isinstance(error, StoreError) else None
+            kind = error.kind if store.is_peer and isinstance(error, StoreError) else None
             if kind not in NOT_YET:
                 asker.report(error, asker.raise_work)
             return Unfollowed(str(error)) if kind in (*NOT_YET, StoreFault.TIMEOUT) else error

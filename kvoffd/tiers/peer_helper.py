@@ -85,7 +85,7 @@ MAX_PEERS, MAX_ASKED = 1024, 1024
 """Connections of peers that are answered in one second, and questions whose answers are awaited."""
 AT_ONCE = 64
 """Messages of one socket that are read before the others have their turn."""
-LEASE_S, MAX_LENT = 10.0, 65_536
+KEEPS_AWAKE_S, MAX_LENT = 10.0, 65_536
 """Time for which what was lent keeps the pauses at ``WAITING_MS`` or less, unless it is returned, and limit of such
 requests."""
 HEARTBEAT_MS, LOST_MS = 3000, 4000
@@ -149,7 +149,16 @@ def events_of(monitor: zmq.Socket[bytes]) -> Iterator[int]:
 
 
 class Link:
-    """Reason why a peer is not connected, by the events of its socket."""
+    """Reason why a peer is not connected, by the events of its socket.
+
+    | event                                        | then the problem is                         |
+    |----------------------------------------------|---------------------------------------------|
+    | CONNECT_DELAYED                              | as before: an attempt begins                |
+    | CLOSED, early or late after CONNECT_DELAYED  | CLOSED or SILENT                            |
+    | CONNECT_RETRIED without CONNECT_DELAYED      | UNKNOWN: there was no address to connect to |
+    | a handshake fails                            | REFUSED                                     |
+    | HANDSHAKE_SUCCEEDED                          | none                                        |
+    """
 
     SILENT = "{} cannot be reached: its host does not answer; check its address, and firewalls on the way."
     CLOSED = "{} cannot be reached: nothing listens there; check whether its daemon runs, and its peer_listen."
@@ -177,7 +186,7 @@ class Link:
                 waited_ms = 1000 * (time.monotonic() - self._tried_at)
                 self.problem = self.SILENT if waited_ms >= LOST_MS / 2 else self.CLOSED
             elif event == zmq.EVENT_CONNECT_RETRIED:
-                if self._tried_at is None:  # there was no address to connect to
+                if self._tried_at is None:
                     self.problem = self.UNKNOWN
                 self._tried_at = None
         return connected
@@ -216,7 +225,7 @@ class Helper:
         self._stuck_reads = 0
         """Reads of all peers that are stuck: they alone do not count as work."""
         self._agents: dict[int, Agent] = {}
-        """Agents by the peer's number. A peer may have two: by its name in the settings, and by a request's address."""
+        """Agents by the peer's number. A peer that has two numbers, for two of its names, has one agent under both."""
         self._busy_until = self._beat_at = 0.0
         """Time until which the loop does not pause for long, and time of the next sign of life."""
         self._start_nixl()
@@ -437,7 +446,7 @@ class Helper:
             if kind != RELEASE:
                 self._in_flight[route, ident] = time.monotonic() + IN_FLIGHT_S
             if kind == PIN:
-                put_newest(self._lent_until, (route, ident), time.monotonic() + LEASE_S, MAX_LENT)
+                put_newest(self._lent_until, (route, ident), time.monotonic() + KEEPS_AWAKE_S, MAX_LENT)
             self._to_daemon(REQUEST, len(route), ident, route + parts[0] + parts[2])
 
     def _spend(self, route: bytes, ident: int) -> bool:
@@ -606,7 +615,7 @@ def unbroken_interfaces() -> Iterator[set[str]]:
     with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_NONBLOCK, socket.NETLINK_ROUTE) as changes:
         changes.bind((0, RTMGRP_LINK_AND_IPV4))
         before = interfaces()
-        yield found
+        yield found  # which is filled below, for the caller to read after the ``with``
         broken = set[int]()
         with suppress(OSError):  # no more, or more than the kernel keeps
             while data := changes.recv(1 << 16):

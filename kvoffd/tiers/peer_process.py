@@ -209,10 +209,13 @@ class HelperProcess:
         """
         with self._lock:
             before, self._settings.peers[peer] = self._settings.peers[peer], address
-            is_running = self._channel is not None
-        if not is_running or self.send(frame(CONNECT, peer, 0, address.encode())):
+            channel = self._channel
+        if channel is None or self.send(frame(CONNECT, peer, 0, address.encode())):
             return True
-        self._settings.peers[peer] = before
+        with self._lock:
+            if self._channel is not channel:  # it has ended, and the next one may have started with the new address
+                return True
+            self._settings.peers[peer] = before
         return False
 
     def reply(self, route: bytes, ident: int, payload: bytes) -> None:
@@ -330,8 +333,6 @@ class HelperProcess:
                 self._process, settings = self._start(theirs.fileno())
             self._began = time.monotonic()
             pinned = self._pool[2] if settings.listen else 0
-            patience_s, frames = STARTS_S + pinned / PINNED_PER_S, select.poll()
-            frames.register(ours, select.POLLIN)
             self._start_ended.clear()
             if self._closed.is_set():  # ``interrupt`` may have set the event before it was cleared
                 self._start_ended.set()
@@ -342,29 +343,41 @@ class HelperProcess:
                     self._channel = ours
                 if self._closed.is_set():  # ``close`` may have killed the one before
                     self._kill()
-                # SO_RCVTIMEO would begin again whenever a signal, or a container that is frozen, interrupts the call.
-                while (comes := frames.poll(1000 * patience_s)) and (data := ours.recv(MAX_MESSAGE_BYTES)):
-                    self._received(data)
-                    if data[0] == STARTED:
-                        patience_s = HANGS_S
-                if not comes:
-                    hung = f"hung{'' if self.up else ' while it started'}, and was killed"
+                hung = self._receive(ours, STARTS_S + pinned / PINNED_PER_S)
             except ConnectionError:
                 pass  # it ended before it had read all messages
             finally:
-                self.up = False
-                with self._lock:
-                    self._channel = None
-                self._kill()
-                code = self._process.wait()
-                self.life += 1
-                self._refused_by_earlier = self.refused_handshakes
-                with self._lock:
-                    self._reads.clear()
-                if not (self._closed.is_set() or self._cannot_work):  # in that case it said why itself
-                    self.problem = f"The helper process for peers {hung or f'ended ({code}); the log may say why'}."
-                self.fail_calls("The helper process for peers ended.")
-                self._on_end()
+                self._end_life(self._process, hung)
+
+    def _receive(self, channel: socket.socket, patience_s: float) -> str:
+        """Handle a helper's messages until it ends, or none comes in time; return how it hung, in words, empty if it
+        ended. ``patience_s``: for the first one, as long as it starts."""
+        frames = select.poll()
+        frames.register(channel, select.POLLIN)
+        # SO_RCVTIMEO would begin again whenever a signal, or a container that is frozen, interrupts the call.
+        while frames.poll(1000 * patience_s):
+            if not (data := channel.recv(MAX_MESSAGE_BYTES)):
+                return ""
+            self._received(data)
+            if data[0] == STARTED:
+                patience_s = HANGS_S
+        return f"hung{'' if self.up else ' while it started'}, and was killed"
+
+    def _end_life(self, process: subprocess.Popen[bytes], hung: str) -> None:
+        """Kill a helper, wait for its end, and have all that waited for it know."""
+        self.up = False
+        with self._lock:
+            self._channel = None
+        self._kill()
+        code = process.wait()
+        self.life += 1
+        self._refused_by_earlier = self.refused_handshakes
+        with self._lock:
+            self._reads.clear()
+        if not (self._closed.is_set() or self._cannot_work):  # in that case it said why itself
+            self.problem = f"The helper process for peers {hung or f'ended ({code}); the log may say why'}."
+        self.fail_calls("The helper process for peers ended.")
+        self._on_end()
 
     def _start(self, channel: int) -> tuple[subprocess.Popen[bytes], HelperSettings]:
         """Start the process, which inherits its end of the channel. Returns it, and the settings to send."""

@@ -68,7 +68,7 @@ class PeerStore(Store):
     blocks_at_once = MAX_BLOCKS
     bytes_at_once = 4 * SLICE_BYTES
     failed_s = 2.0  # a peer that was killed is back sooner than a store
-    follows = True
+    is_peer = True
 
     def __init__(self, helper: HelperProcess, number: int) -> None:
         self._helper, self._number = helper, number

@@ -89,8 +89,8 @@ def masters_of(reply: Sequence[object], asked: Address) -> dict[Address, list[ra
                 pass
             case _:
                 raise ValueError("a slot range has no master")
-        if endpoint == "?" and isinstance(words := [*more, None, None][1], list):
-            # The cluster prefers host names, and this master has none.
+        if endpoint == "?" and len(more) > 1 and isinstance(words := more[1], list):
+            # The cluster prefers host names, and this master has none: its IP is among names with values.
             pairs = zip(words[::2], words[1::2], strict=False)
             endpoint = next((str(value) for name, value in pairs if name == "ip"), "")
         if endpoint and not is_host(endpoint):
@@ -183,8 +183,8 @@ class RedisCluster(Store):
         return up
 
     def _reach(self, address: Address, most_s: float, again_s: float) -> bool:
-        """Connect to a master, unless it failed recently, within ``most_s`` and CONNECT_S, or ``again_s`` if it failed
-        before. Return whether it is connected."""
+        """Connect to a master, unless it failed less than DOWN_PAUSE_S ago; return whether it is connected. It gets
+        ``again_s`` if it failed before, else ``most_s``, at most CONNECT_S."""
         has_failed = address in self._down_until
         if has_failed and time.monotonic() < self._down_until[address]:
             return False
@@ -273,7 +273,8 @@ class RedisCluster(Store):
         up = self._connect(time.monotonic() + FIND_S)
         until = time.monotonic() + CONNECT_S
         sent = [address for address in up if self._pings(address, Redis.send_ping, until)]
-        # All have the same time; answers after that of one that is silent came while it was waited for.
+        # All have the same time. Once a silent one has used it up, the answers of those behind it have mostly come, and
+        # each gets a moment to be received.
         answer = set[Address]()
         for address in sent:
             if self._pings(address, Redis.ping_answer, max(until, time.monotonic() + self._least_s)):

@@ -105,7 +105,8 @@ class Redis(Store):
             self._command([b"AUTH", *words], deadline)
         if self._database:
             self._command([b"SELECT", b"%d" % self._database], deadline)
-        self.connected_in_s = time.monotonic() - (deadline - connect_s)
+        resolved_at = deadline - connect_s
+        self.connected_in_s = time.monotonic() - resolved_at
 
     def close(self) -> None:
         self._unasked.clear()
@@ -222,17 +223,17 @@ class Redis(Store):
     def value(self, request: GetRequest, deadline: float) -> Received | StoreError | None:
         """Receive one block, as ``get`` yields it; if it is no block, the connection is closed."""
         received: Received | StoreError | None = None
-        length = self._value_length(deadline)
-        if isinstance(length, RefusedReply) and length.kind is not Refusal.WRONG_TYPE:
-            received = length.error if length.kind is Refusal.BUSY else None
-        elif length is not None:  # a value, perhaps of another length, or a key of another type: no block
-            fits = length == HEADER_BYTES + request.group.nbytes
-            if not fits or (block := decode_header(self._connection.take(HEADER_BYTES, deadline))) is None:
-                self.close()
-                return Received(None)
-            received = Received(block, self._connection.fill(request.views, deadline))
-            if self._connection.take(2, deadline) != b"\r\n":
-                raise self._connection.protocol_error("a value does not end where it should")
+        match self._value_length(deadline):
+            case RefusedReply(kind=Refusal.BUSY) as busy:
+                received = busy.error
+            case int() | RefusedReply(kind=Refusal.WRONG_TYPE) as length:
+                fits = length == HEADER_BYTES + request.group.nbytes
+                if not fits or (block := decode_header(self._connection.take(HEADER_BYTES, deadline))) is None:
+                    self.close()
+                    return Received(None)
+                received = Received(block, self._connection.fill(request.views, deadline))
+                if self._connection.take(2, deadline) != b"\r\n":
+                    raise self._connection.protocol_error("a value does not end where it should")
         self._coming_bytes -= request.group.nbytes
         self._connection.send(self._further_gets(), deadline, continues=True)
         return received

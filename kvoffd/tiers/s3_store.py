@@ -165,7 +165,7 @@ class S3(Store):
         """Time when a part of an object last came, or the wait began."""
         self._retry_until = self._answer_until = 0.0
         """Times until which the running call sends a refused request again, and waits for single answers: see
-        RETRIED_SHARE and LATE_SHARE."""
+        RETRIED_SHARE and LATE_SHARE. ``get``, which waits for no answers together, has the first alone."""
 
     def connect(self) -> None:
         if self._loop is None:

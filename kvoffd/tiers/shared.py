@@ -156,8 +156,8 @@ class SharedTier(Tier):
         self._answers.is_unanswered = False
 
     def become(self, name: str) -> None:
-        """Become the tier of another peer, or of none, while idle. The connections lead there by now:
-        ``HelperProcess.connect``."""
+        """Become the tier of another peer, or of none. Only while it is ``idle``, and after ``HelperProcess.connect``,
+        by which the connections lead there."""
         self._set_store(name)
         self._answers.clear()
         self.health.assume_steady()
@@ -176,6 +176,7 @@ class SharedTier(Tier):
         passes polls, but no question of another kind: a clear that was put before it comes first.
         """
         polls = (isinstance(question, Poll) for question in waiting)
+        # The first one of the kind whose turn it is; of the other kind if none of it waits.
         at = next((at for at, is_poll in enumerate(polls) if is_poll is self._poll_next), 0)
         self._poll_next = not self._poll_next
         if isinstance(question := waiting[at], Ask):

@@ -202,8 +202,8 @@ class Store(ABC):
         keys_at_once: most keys of one ``ask``, after which other clients can have their turn.
         blocks_at_once, bytes_at_once: most blocks of one ``get`` or ``put``, and their bytes if there are several.
         failed_s: time for which a block whose read failed counts as absent.
-        follows: whether it is a peer, which may have heard of a clear's generation elsewhere: then it has followed.
-            A store with the same number has it from another clear, and gets a higher one.
+        is_peer: whether it is another node, which may have heard of a clear's generation elsewhere: then it has
+            followed. A store with the same number has it from another clear, and gets a higher one.
         believed_s: time after an answer in which a block that exists may be read, and is not offered again. Not longer:
             the store may lose it, and to be offered (``touch``) counts there as a use.
         writers: threads that write. With several, one looks for existing blocks while another one's are being sent.
@@ -216,7 +216,7 @@ class Store(ABC):
     blocks_at_once: int
     bytes_at_once: int
     failed_s: float = 30.0
-    follows: bool = False
+    is_peer: bool = False
     believed_s: float = 60.0
     writers: int = 1
     servers: Servers | None = None
@@ -287,8 +287,8 @@ class Store(ABC):
     def raise_generation(self, fingerprint: bytes, seen: int, generation: int, deadline: float) -> int:
         """Raise a namespace's generation, which was read as ``seen``, to at least ``generation``; return it.
 
-        Concurrent raises do not undo each other, if the store can guarantee that. A store that ``follows`` is asked
-        once, and raises StoreError while it has not followed.
+        Concurrent raises do not undo each other, if the store can guarantee that. A peer is asked once, and
+        raises StoreError while it has not followed.
         """
 
     def clear(self, fingerprint: bytes, seen: int, generation: int, cleared_at: int, deadline: float) -> int:

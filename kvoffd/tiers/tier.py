@@ -169,7 +169,7 @@ class Tier(ABC):
     def remove(self, group: BlockGroup, keys: Sequence[bytes], *, for_all_nodes: bool = False) -> None:
         """Remove blocks for this node, also ones being written; a store's for 30 s. After a kill a disk may have them.
 
-        ``for_all_nodes``: a store's are deleted too, as when the pool has more of them, which other nodes need.
+        ``for_all_nodes``: a store's objects are deleted too: incomplete ones would be found again by all nodes.
         """
 
     def remove_all(self, fingerprint: bytes | None) -> int:

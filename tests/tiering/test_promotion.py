@@ -463,6 +463,21 @@ def test_a_lookup_is_told_how_long_what_it_waits_for_takes() -> None:
     assert 0 < 2 * rig.cache.leases.by_id[1].wait_s < rig.source.reads.under_way_bytes / source.reads.speed.current
 
 
+def test_what_had_no_space_and_is_not_awaited_any_more_makes_no_lookup_wait(rig: TieringHarness) -> None:
+    space = rig.open()
+    rig.put_in_tier(space, keys_of(1, 2))
+    rig.begin(space, 0, 0, keys_of(*range(100, 99 + len(rig.slots.in_use))))
+    look_up(rig, space, 2, keys_of(1, 2))
+    look_up(rig, space, 1, keys_of(1))
+    rig.tiering.pump()
+    assert len(rig.tier.jobs) == 1, "the other one has no slot"
+    rig.cache.leases.end(1, [2])
+    rig.clock.now += 0.4  # not yet as if the tier were silent
+    rig.source.reads.speed.measured = 100.0 * UNIT
+    look_up(rig, space, 1, keys_of(1))
+    assert rig.cache.leases.by_id[1].wait_s < 0.1
+
+
 def test_a_lookup_for_which_nothing_comes_up_leaves_nothing_behind(rig: TieringHarness) -> None:
     space = rig.open()
     rig.put_in_tier(space, keys_of(1))
@@ -472,7 +487,7 @@ def test_a_lookup_for_which_nothing_comes_up_leaves_nothing_behind(rig: TieringH
     rig.stop_waiting()
     assert look_up(rig, space, 1, keys_of(1)) == bytes([ABSENT])
     assert not rig.cache.leases.by_id
-    assert not rig.tiering.promotions.awaited
+    assert not rig.tiering.promotions.fills_of_lease
 
 
 def test_who_shares_the_beginning_of_a_prompt_waits_for_its_own_blocks_only() -> None:
@@ -757,6 +772,23 @@ def test_reads_that_hang_are_given_up_some_at_a_time(monkeypatch: pytest.MonkeyP
     while rig.tiering.background():
         given_up.append(len(rig.source.reads.given_up))
     assert [*given_up, len(rig.source.reads.given_up)] == [3, 6, 8]
+    rig.cache.end_session(1)
+    rig.check()
+
+
+def test_what_a_quota_keeps_out_fails_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(promotion_source, "ENDED_AT_ONCE", 3)
+    rig = TieringHarness(settings=QUIET, regions=16)
+    space, failures = rig.open(), rig.source.failures
+    rig.put_in_tier(space, keys_of(*range(8)))
+    look_up(rig, space, 1, keys_of(*range(8)))
+    rig.cache.quotas[space.fingerprint] = 0
+    rig.tiering.pump()
+    failed = [failures["quota"]]
+    while rig.tiering.background():
+        failed.append(failures["quota"])
+    assert [*failed, failures["quota"]] == [0, 3, 6, 8]
+    assert +space.counters.misses == {MissReason.QUOTA: 8}
     rig.cache.end_session(1)
     rig.check()
 

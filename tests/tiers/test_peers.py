@@ -493,7 +493,7 @@ def test_an_id_that_a_peer_repeats_keeps_no_later_one_from_being_forgotten(monke
     helper._to_daemon = Mock()  # type: ignore[method-assign]
     router = Mock(get=Mock(side_effect=lambda _: zmq.POLLIN if messages else 0))
     router.recv_multipart = lambda _: messages.pop(0)
-    for now, idents in ((0.0, (1, 2)), (0.9 * peer_helper.LEASE_S, (1,)), (1.1 * peer_helper.LEASE_S, ())):
+    for now, idents in ((0.0, (1, 2)), (0.9 * peer_helper.KEEPS_AWAKE_S, (1,)), (1.1 * peer_helper.KEEPS_AWAKE_S, ())):
         clock.return_value = now
         messages = [[b"route", bytes([PIN]), ident.to_bytes(8, "little"), b""] for ident in idents]
         helper._drop_expired(now)
@@ -782,6 +782,28 @@ def test_a_helper_says_why_it_cannot_work_though_the_sentence_is_cut_in_a_charac
     helper._start_ended = threading.Event()
     helper._received(frame(STARTED, 0, 0, "It has no größeren".encode()[:13]))
     assert (helper.up, helper.problem) == (False, "It has no gr\ufffd")
+
+
+@pytest.mark.parametrize("starts", [False, True])
+def test_a_helper_that_ended_before_it_heard_of_a_peer_leaves_it_to_the_next(starts: bool) -> None:
+    """The next one has it from the settings, though it starts before the message to the one that ended fails."""
+    helper = object.__new__(HelperProcess)
+    helper._lock, helper._settings = threading.Lock(), HelperSettings(["before:1"], "", SECRET)
+    ended, started = socket.socketpair()
+    with ended, started:
+        helper._channel = ended
+
+        def send(data: bytes, timeout_s: float = 0.0) -> bool:
+            helper._channel = started if starts else None
+            return False
+
+        helper.send = send  # type: ignore[method-assign]
+        assert helper.connect(0, "after:1")
+        assert helper._settings.peers == ["after:1"]
+        helper.send = lambda data, timeout_s=0.0: False  # type: ignore[method-assign]
+        helper._channel = started
+        assert not helper.connect(0, "next:1"), "it runs, and accepts nothing"
+        assert helper._settings.peers == ["after:1"]
 
 
 def test_a_helper_that_cannot_work_is_started_less_and_less_often(

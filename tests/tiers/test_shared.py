@@ -389,7 +389,7 @@ def test_a_peer_that_has_the_raised_number_already_is_not_asked_for_one_more(
     store: FaultyStore, rig: SharedRig, monkeypatch: pytest.MonkeyPatch, follows: bool
 ) -> None:
     """It would drop what was stored since. In a store the number is another node's, and blocks have its name."""
-    monkeypatch.setattr(Redis, "follows", follows)
+    monkeypatch.setattr(Redis, "is_peer", follows)
     rig.store(rig.block(1))
     raised = rig.tier.generations.next_of_all(ONE)
     store.values[generation_name(ONE)] = b"%d" % raised
@@ -404,7 +404,7 @@ def test_a_peer_with_a_higher_number_gets_one_above_it(
     store: FaultyStore, rig: SharedRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It may be an earlier clear's, by a clock that is ahead: the peer would keep what it has stored since."""
-    monkeypatch.setattr(Redis, "follows", True)
+    monkeypatch.setattr(Redis, "is_peer", True)
     ahead = rig.tier.generations.next_of_all(ONE) + 3600
     store.values[generation_name(ONE)] = b"%d" % ahead
     right, calls = rig.tier._store.raise_generation, count(1)
@@ -426,7 +426,7 @@ def test_a_peer_that_fails_at_a_raise_refuses_no_writes(
     rig: SharedRig, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     """Nothing is ever written to it, and health would say that it is only read."""
-    monkeypatch.setattr(Redis, "follows", True)
+    monkeypatch.setattr(Redis, "is_peer", True)
     monkeypatch.setattr(
         rig.tier._store, "raise_generation", Mock(side_effect=StoreError(StoreFault(kind), "It fails."))
     )
@@ -456,7 +456,7 @@ def test_a_raise_that_takes_its_time_is_no_store_that_hangs(
 def test_a_peer_that_has_not_followed_is_asked_again_and_holds_no_question_up(
     rig: SharedRig, monkeypatch: pytest.MonkeyPatch, follows_after: int | None
 ) -> None:
-    monkeypatch.setattr(Redis, "follows", True)
+    monkeypatch.setattr(Redis, "is_peer", True)
     monkeypatch.setattr("kvoffd.tiers.fleet_clears.RAISE_S", 2.0)
     rig.store(block := rig.block(1, fingerprint=OTHER))
     right, calls = rig.tier._store.raise_generation, count(1)
@@ -646,7 +646,7 @@ def test_a_peer_is_told_at_once_of_a_clear_and_a_store_is_not(
     store: FaultyStore, rig: SharedRig, monkeypatch: pytest.MonkeyPatch, follows: bool
 ) -> None:
     """All nodes that hear of it would raise the store's number at once, by what it lacked: far above the time."""
-    monkeypatch.setattr(Redis, "follows", follows)
+    monkeypatch.setattr(Redis, "is_peer", follows)
     rig.tier.clears.poll([ONE])
     rig.until(lambda: rig.tier.clears.answered_about(ONE) > 0)
     assert rig.tier.generations.hear(ONE, 7)
