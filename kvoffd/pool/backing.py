@@ -70,8 +70,11 @@ class NewBacking:
 
     def make(self, geometry: TableGeometry, segments: Sequence[PoolSegment]) -> Memories:
         """Make new memory, all zeros; reserved huge pages of each segment near its NUMA node. Raises PoolTooLarge."""
-        in_reserved = self._fits_reserved(geometry.pool_bytes)
-        create = partial(PoolMemory.create_private, geometry.pool_bytes)
+        size_bytes = geometry.pool_bytes
+        in_reserved = self._fits_reserved(size_bytes)
+        if not in_reserved:  # another process may have taken the pages that ``limit`` saw
+            check_fits(size_bytes + geometry.size_bytes, memory_limit())
+        create = partial(PoolMemory.create_private, size_bytes)
         return _make_new(geometry, segments, self._allocating, create, in_reserved=in_reserved)
 
     def _fits_reserved(self, pool_bytes: int) -> bool:
@@ -128,10 +131,10 @@ class MemfdBacking:
         """Make new memory, as ``NewBacking`` does, after freeing an earlier daemon's. Raises PoolTooLarge."""
         size_bytes = geometry.pool_bytes
         in_reserved = self._takes_reserved and fits_reserved(size_bytes, self._held_bytes(reserved=True))
+        if not in_reserved:  # ``limit`` counted reserved pages; some of them are gone, or of too few for this pool
+            freed_bytes = self._held_bytes(reserved=False)
+            check_fits(size_bytes + geometry.size_bytes, memory_limit(freed_bytes=freed_bytes))
         if self._stored is not None:
-            if not in_reserved:
-                freed_bytes = self._held_bytes(reserved=False)
-                check_fits(size_bytes + geometry.size_bytes, memory_limit(freed_bytes=freed_bytes))
             self.close()
             if self._on_discard is not None:
                 self._on_discard()

@@ -300,10 +300,14 @@ class Daemon:
             self._page_mapper = asyncio.get_running_loop().run_in_executor(None, self._map_pages)
 
     def _map_pages(self) -> None:
+        """Map the pages of a reused pool, and log what they cost. Copies map what is left if it fails."""
         running = self._service.jobs.running
-        self._pool.map_pages(self._stop.is_set, lambda: bool(running))
-        if not self._stop.is_set():
-            log_pages(self._pool, self._config.pool_file)
+        try:
+            self._pool.map_pages(self._stop.is_set, lambda: bool(running))
+            if not self._stop.is_set():
+                log_pages(self._pool, self._config.pool_file)
+        except Exception:  # nobody waits for the result before the stop, which must go on to close the pool
+            logger.exception("Mapping the pool's pages failed inside the daemon; copies map the rest.")
 
     async def _main_loop(self) -> None:
         """Tick until a signal. systemd's watchdog is notified only after a turn of the message loop."""

@@ -130,7 +130,8 @@ class HttpServer:
         self._listeners = listen(*parse_address(address))
 
     def start(self) -> None:
-        threading.Thread(target=asyncio.run, args=(self._listen(),), name="kvoffd-http", daemon=True).start()
+        """Raises NoMoreThreads."""
+        start(threading.Thread(target=lambda: asyncio.run(self._listen()), name="kvoffd-http", daemon=True))
 
     def close(self) -> None:
         """Stop listening."""
