@@ -104,7 +104,8 @@ class MemfdBacking:
         self._takes_reserved = takes_reserved
 
     def limit(self, pool_bytes: int) -> MemoryLimit:
-        """Return the memory available for a pool and its table, including what they hold already."""
+        """Return the memory available for a pool and its table, including what they hold already in either kind of
+        memory."""
         reserved_bytes = self._held_bytes(reserved=True)
         is_reserved = reserved_bytes >= pool_bytes  # an earlier daemon's, which is reused whatever the setting is now
         if is_reserved or (self._takes_reserved and fits_reserved(pool_bytes, reserved_bytes)):
@@ -246,7 +247,7 @@ class FileBacking:
         return self._map(geometry)
 
     def make(self, geometry: TableGeometry, segments: Sequence[PoolSegment]) -> Memories:
-        begin, size = self._parts(geometry)[0], sum(self._parts(geometry))
+        table_bytes, size = self._parts(geometry)[0], sum(self._parts(geometry))
         try:
             if self._fd >= 0:
                 if not self._huge:
@@ -264,9 +265,9 @@ class FileBacking:
             ) from error
         locked = try_lock(self._fd)
         assert locked, "nobody else can know a file without a name"
-        parts = [PoolSegment(begin + one.begin, begin + one.end, one.locality) for one in segments]
-        placed = parts[-1].end if parts else begin
-        self._allocate(size, [PoolSegment(0, begin, NOWHERE), *parts, PoolSegment(placed, size, NOWHERE)])
+        parts = [PoolSegment(table_bytes + one.begin, table_bytes + one.end, one.locality) for one in segments]
+        placed = parts[-1].end if parts else table_bytes
+        self._allocate(size, [PoolSegment(0, table_bytes, NOWHERE), *parts, PoolSegment(placed, size, NOWHERE)])
         return self._map(geometry)
 
     def publish(self) -> None:

@@ -119,7 +119,7 @@ class HttpServer:
         self._hosts, self._daemon, self._loop = hosts, daemon, loop
         self._own_names = set[str]()
         self._finding = Future[set[str]]()
-        """The question about them that was asked last."""
+        """The latest question for this machine's names."""
         self._finding.set_result(self._own_names)
         self._dashboard = Path(__file__).with_name("dashboard.html").read_bytes()
         self._answers: dict[str, tuple[float, asyncio.Task[_Answer]]] = {}

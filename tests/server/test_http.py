@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from kvoffd.server import http
 from kvoffd.errors import NoMoreThreads
+from kvoffd.server import http
 from kvoffd.server.http import LOOP_S, MAX_CONNECTIONS, HttpServer
 from kvoffd_proto.admin import HealthLevel, HealthReply
 from tests.kit.ports import free_port, http_get
@@ -74,6 +74,8 @@ def test_a_server_that_gets_no_thread_says_so(monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setattr(threading.Thread, "start", refuse)
         with pytest.raises(NoMoreThreads):
             server.start()
+        for listener in server._listeners:
+            listener.close()
 
 
 class WaitingDaemon(FailingDaemon):

@@ -414,7 +414,7 @@ def test_regular_work_that_fails_does_not_end_the_daemon(caplog: pytest.LogCaptu
 @pytest.mark.parametrize("works", [True, False])
 def test_the_watchdog_is_fed_after_a_turn_of_the_message_loop_that_worked(works: bool) -> None:
     daemon: Any = Daemon(Config())
-    daemon._service = MagicMock(**{"memory.copy_hangs": False, "memory.gpus.lost": None, "scrubber.has_work": False})
+    daemon._service = MagicMock(**{"mapper.copy_hangs": False, "mapper.gpus.lost": None, "scrubber.has_work": False})
     daemon._lifelines = daemon._policy_file = daemon._notifier = MagicMock()
     daemon._directory = MagicMock(**{"lost_sockets.return_value": ""})
     daemon._sockets = MagicMock(**{"serve.side_effect": lambda: daemon._stop.set() or works})
