@@ -287,7 +287,7 @@ def test_a_measurement_for_which_there_is_no_thread_is_left_out(monkeypatch: pyt
     def refuse(*_: object) -> None:
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(memory_module, "huge_page_bytes", lambda _: 0)
+    monkeypatch.setattr(pool_module, "huge_page_bytes", lambda _: 0)
     with closing(Pool(64 * MIB)) as pool:
         pool.touch(1, lambda _: None)
         monkeypatch.setattr(threading.Thread, "start", refuse)
