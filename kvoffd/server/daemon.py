@@ -310,7 +310,7 @@ class Daemon:
             self._pool.map_pages(self._stop.is_set, lambda: bool(running))
             if not self._stop.is_set():
                 log_pages(self._pool, self._config.pool_file)
-        except Exception:  # nobody waits for the result before the stop, which must go on to close the pool
+        except Exception:  # nobody waits for the result before the stop, which must still close the pool
             logger.exception("Mapping the pool's pages failed inside the daemon; copies map the rest.")
 
     async def _main_loop(self) -> None:

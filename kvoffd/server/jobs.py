@@ -15,7 +15,7 @@ import logging
 from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import islice, repeat
 from math import inf
@@ -285,10 +285,15 @@ class StoreBatch(JobCopy):
             tokens = [part.tokens_by_key() if part.parents and part.token_ids else NO_TOKENS for part in self.parts]
             cache.stores.commit(self.tickets, checksums, tokens)
             self.registration.namespace.counters.stored_bytes += self.nbytes
+        # A key was there, or is stored, lost or rejected; one that a message repeats is what its first occurrence is.
         lost_of: defaultdict[int, list[GroupKeys]] = defaultdict(list)
         rejected_of: defaultdict[int, list[GroupKeys]] = defaultdict(list)
         for part, ticket in zip(self.parts, self.tickets, strict=True):
-            lost, rejected = _unstored(part, ticket, error)
+            lost, rejected = ticket.no_space, ticket.rejected
+            if ticket.duplicates:
+                lost, rejected = (_with_repeats(part.keys, one, ticket.duplicates) for one in (lost, rejected))
+            if error is not None:  # what was to be copied is lost too; what was there before is not
+                lost = sorted({*lost, *ticket.copy, *ticket.duplicates}.difference(rejected))
             if lost or rejected:
                 part.add_by_job(lost, lost_of)
                 part.add_by_job(rejected, rejected_of)
@@ -303,17 +308,6 @@ class StoreBatch(JobCopy):
     def abort(self, cache: Cache) -> None:
         """Free the slots; their content is not used."""
         cache.stores.abort(self.tickets)
-
-
-def _unstored(part: GroupPart, ticket: StoreTicket, error: ErrorCode | None) -> tuple[list[int], list[int]]:
-    """Return the numbers of the keys that a store lost, and of those that the policy rejected; all others were there
-    or are stored. A key that a message repeats is as its first occurrence."""
-    lost, rejected = ticket.no_space, ticket.rejected
-    if ticket.duplicates:
-        lost, rejected = (_with_repeats(part.keys, one, ticket.duplicates) for one in (lost, rejected))
-    if error is not None:  # what was to be copied is lost too; what was there before is not
-        lost = sorted({*lost, *ticket.copy, *ticket.duplicates}.difference(rejected))
-    return lost, rejected
 
 
 def _with_repeats(keys: Sequence[bytes], numbers: Sequence[int], repeats: Sequence[int]) -> list[int]:
@@ -439,8 +433,8 @@ class Jobs:
         """Time at which engines will have been idle for ``QUIET_S``; ``inf`` while they copy."""
         self.verify_due = 0.0
         """Sum of ``verify_share`` over loads; at 1 a load compares all its slots."""
-        self._with_results: dict[Session, None] = {}
-        """Sessions with unpublished results."""
+        self.with_results: dict[int, Session] = {}
+        """Sessions with unpublished results, by id. The session table, which publishes them, empties it."""
         self.counters = {direction: DirectionCounters() for direction in Direction}
         self._windows = {direction: CounterWindows(host.now) for direction in Direction}
         self.cancelled_stores = 0
@@ -459,11 +453,6 @@ class Jobs:
     def of(self, session: Session) -> Mapping[int, JobCopy]:
         """Return the copies of a session's jobs without a result, by job id."""
         return self._unanswered.get(session, {})
-
-    def take_with_results(self) -> Collection[Session]:
-        """Return the sessions with results of which the last call did not know."""
-        found, self._with_results = self._with_results, {}
-        return found.keys()
 
     def tick(self) -> None:
         for direction, counters in self.counters.items():
@@ -649,7 +638,7 @@ class Jobs:
         if not unanswered:
             del self._unanswered[session]
         session.completions.pending += results
-        self._with_results[session] = None
+        self.with_results[session.id] = session
 
     def abandon(self, copies: Iterable[JobCopy]) -> None:
         """Stop copies in the given order, each once. Queued ones end now, running ones at their next step."""

@@ -200,7 +200,8 @@ class Service:
         """Return publications, and replies by route. Send publications first: a reply may refer to a completion."""
         if self.pending:
             self.pending = [pending for pending in self.pending if not self._settle(pending)]
-        self.sessions.close_batches()
+        if self.jobs.with_results:
+            self.sessions.close_batches()
         publications, self.sessions.publications = self.sessions.publications, []
         if self.events.pending:
             publications += self.events.take()

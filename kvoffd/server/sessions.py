@@ -212,8 +212,9 @@ class SessionTable:
 
     def close_batches(self) -> None:
         """Add the new results of all sessions to ``publications``."""
-        for session in self._jobs.take_with_results():
+        for session in self._jobs.with_results.values():
             self._close_batch(session)
+        self._jobs.with_results.clear()
 
     def _close_batch(self, session: Session) -> None:
         """Add a session's new results to ``publications``. Each batch tells the client its credit."""
