@@ -70,8 +70,11 @@ class NewBacking:
 
     def make(self, geometry: TableGeometry, segments: Sequence[PoolSegment]) -> Memories:
         """Make new memory, all zeros; reserved huge pages of each segment near its NUMA node. Raises PoolTooLarge."""
-        in_reserved = self._fits_reserved(geometry.pool_bytes)
-        create = partial(PoolMemory.create_private, geometry.pool_bytes)
+        size_bytes = geometry.pool_bytes
+        in_reserved = self._fits_reserved(size_bytes)
+        if not in_reserved:  # another process may have taken the pages that ``limit`` saw
+            check_fits(size_bytes + geometry.size_bytes, memory_limit())
+        create = partial(PoolMemory.create_private, size_bytes)
         return _make_new(geometry, segments, self._allocating, create, in_reserved=in_reserved)
 
     def _fits_reserved(self, pool_bytes: int) -> bool:
@@ -101,7 +104,8 @@ class MemfdBacking:
         self._takes_reserved = takes_reserved
 
     def limit(self, pool_bytes: int) -> MemoryLimit:
-        """Return the memory available for a pool and its table, including what they hold already."""
+        """Return the memory available for a pool and its table, including what they hold already in either kind of
+        memory."""
         reserved_bytes = self._held_bytes(reserved=True)
         is_reserved = reserved_bytes >= pool_bytes  # an earlier daemon's, which is reused whatever the setting is now
         if is_reserved or (self._takes_reserved and fits_reserved(pool_bytes, reserved_bytes)):
@@ -128,10 +132,10 @@ class MemfdBacking:
         """Make new memory, as ``NewBacking`` does, after freeing an earlier daemon's. Raises PoolTooLarge."""
         size_bytes = geometry.pool_bytes
         in_reserved = self._takes_reserved and fits_reserved(size_bytes, self._held_bytes(reserved=True))
+        if not in_reserved:  # ``limit`` counted reserved pages; some of them are gone, or of too few for this pool
+            freed_bytes = self._held_bytes(reserved=False)
+            check_fits(size_bytes + geometry.size_bytes, memory_limit(freed_bytes=freed_bytes))
         if self._stored is not None:
-            if not in_reserved:
-                freed_bytes = self._held_bytes(reserved=False)
-                check_fits(size_bytes + geometry.size_bytes, memory_limit(freed_bytes=freed_bytes))
             self.close()
             if self._on_discard is not None:
                 self._on_discard()
@@ -243,7 +247,7 @@ class FileBacking:
         return self._map(geometry)
 
     def make(self, geometry: TableGeometry, segments: Sequence[PoolSegment]) -> Memories:
-        begin, size = self._parts(geometry)[0], sum(self._parts(geometry))
+        table_bytes, size = self._parts(geometry)[0], sum(self._parts(geometry))
         try:
             if self._fd >= 0:
                 if not self._huge:
@@ -261,9 +265,9 @@ class FileBacking:
             ) from error
         locked = try_lock(self._fd)
         assert locked, "nobody else can know a file without a name"
-        parts = [PoolSegment(begin + one.begin, begin + one.end, one.locality) for one in segments]
-        placed = parts[-1].end if parts else begin
-        self._allocate(size, [PoolSegment(0, begin, NOWHERE), *parts, PoolSegment(placed, size, NOWHERE)])
+        parts = [PoolSegment(table_bytes + one.begin, table_bytes + one.end, one.locality) for one in segments]
+        placed = parts[-1].end if parts else table_bytes
+        self._allocate(size, [PoolSegment(0, table_bytes, NOWHERE), *parts, PoolSegment(placed, size, NOWHERE)])
         return self._map(geometry)
 
     def publish(self) -> None:

@@ -234,7 +234,8 @@ class PoolMemory:
     def slowdown(self) -> float:
         """Measure how many times as long reading this resident memory takes as reading memory in huge pages.
 
-        0.0 if the kernel has no huge pages, or too little memory, to compare with. Takes up to tenths of a second.
+        0.0 if the kernel has no huge pages, or too little memory, to compare with, or refuses a thread. Takes up to
+        tenths of a second.
         """
         sample_bytes = min(SAMPLE_BYTES, self.size_bytes)
         if memory_limit().bytes < SPARE_SAMPLES * sample_bytes:  # the kernel would kill the daemon for the last of it
@@ -243,7 +244,7 @@ class PoolMemory:
             try:
                 other = opened.enter_context(closing(PoolMemory.create_private(2 * sample_bytes)))
                 other.touch(1)
-            except PoolTooLarge:
+            except (PoolTooLarge, RuntimeError):  # RuntimeError: no thread can be started
                 return 0.0
             huge_bytes = huge_page_bytes(other.mapping)
             if huge_bytes is not None and huge_bytes < 2 * sample_bytes:

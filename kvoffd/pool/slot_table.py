@@ -71,8 +71,8 @@ RECORD = np.dtype(
 """``namespace``: its number. ``first_block``: engine blocks left out at the start of the key. ``length``: bytes of the
 shard. ``checksum``: their ``checksums.digest``, 0 if none was computed. ``crc``: CRC-32 of the bytes from
 ``sequence`` to ``checksum``. ``before``: slot of rank 0 of the block before this one in its prompt; ``before_key``: the
-first bytes of its key; ``before_sum``: sum of both and ``sequence``, else no block is named. Only rank 0's records name
-one, and earlier releases ignore it."""
+first bytes of its key; both are valid only if ``before_sum`` is the sum of both and ``sequence``. Only rank 0's records
+name a block before, and earlier releases ignore it."""
 _MAX_NAMESPACE_BYTES = 4 << 20
 _SNAPSHOT = Struct("=QII")  # number of the snapshot; length and CRC-32 of its content
 _MAX_UNPACKED_BYTES = 64 << 20
@@ -192,11 +192,12 @@ class SlotTable:
         The half's number is written last, so a process killed before leaves the other half valid. Returns False, and
         changes nothing, if the snapshot does not fit.
 
-        ``parts``: what the encoded snapshot ends with, in order. Those that the last snapshot had are not compressed
-        again: 64 namespaces would take 6 ms.
+        ``parts``: what the encoded snapshot ends with, in order, as ``msgspec.Raw`` in its last field does. Those that
+        the last snapshot had are not compressed again: 64 namespaces would take 6 ms.
         """
         half_bytes = self._half_bytes
         encoded = msgspec.msgpack.encode(snapshot)
+        assert encoded.endswith(b"".join(parts)), "the parts are not the snapshot's end"
         # A zlib stream in which each part is compressed by itself, and so is what comes before the parts.
         head = encoded[: len(encoded) - sum(map(len, parts))]
         self._compressed = {part: self._compressed.get(part) or _deflated(part) for part in parts}

@@ -225,19 +225,23 @@ class Daemon:
             await self._main_loop()
 
     def _build_service(self, ends: AsyncExitStack) -> None:
-        """Create the parts, over the pool, without opening sockets. Each part's end is added to ``ends``."""
-        config, pool, work = self._config, self._pool, new_work()
+        """Create the parts, over the pool, without opening sockets. Each part's end is added to ``ends``.
+
+        They end in this order, last added first: tiers, policy file, state file, copies on the host, copies on GPUs,
+        posted calls (the ends of these copies), lifelines (which end the sessions), mappings, GPUs, sockets.
+        """
+        config, pool, copy_work = self._config, self._pool, new_work()
         sockets = self._sockets = Sockets(config, self._directory)
         ends.callback(sockets.close, LINGER_MS)
-        gpus = open_gpus(config, pool, work)
+        gpus = open_gpus(config, pool, copy_work)
         # Otherwise the driver unpins the pool at the exit.
         ends.callback(self._end_use, gpus.close, GPUS_CLOSE_S)
         page_faulter = PageFaulter()
         ends.callback(page_faulter.close)
-        lifelines_end = ends.enter_context(ExitStack())  # their place in the order: they are made last
+        lifelines_end = ends.enter_context(ExitStack())  # empty until they are made, after all that ends before them
         ends.callback(sockets.finish_posted)
         ends.callback(self._end_use, gpus.stop, ENGINE_CLOSE_S)
-        host_engine = HostEngine(work, threads_per_direction=config.copy_threads)
+        host_engine = HostEngine(copy_work, threads_per_direction=config.copy_threads)
         ends.callback(self._end_use, host_engine.close, ENGINE_CLOSE_S)
         ends.callback(self._state.file.close)  # after the tiers' end and the last totals: nothing saves later
         events = EventLog()
@@ -269,7 +273,7 @@ class Daemon:
             events,
             host_engine,
             gpus,
-            work,
+            copy_work,
             pool,
             _ProcessHost(sockets, page_faulter),
             self._state,
@@ -300,10 +304,14 @@ class Daemon:
             self._page_mapper = asyncio.get_running_loop().run_in_executor(None, self._map_pages)
 
     def _map_pages(self) -> None:
+        """Map the pages of a reused pool, and log what they cost. Copies map what is left if it fails."""
         running = self._service.jobs.running
-        self._pool.map_pages(self._stop.is_set, lambda: bool(running))
-        if not self._stop.is_set():
-            log_pages(self._pool, self._config.pool_file)
+        try:
+            self._pool.map_pages(self._stop.is_set, lambda: bool(running))
+            if not self._stop.is_set():
+                log_pages(self._pool, self._config.pool_file)
+        except Exception:  # nobody waits for the result before the stop, which must still close the pool
+            logger.exception("Mapping the pool's pages failed inside the daemon; copies map the rest.")
 
     async def _main_loop(self) -> None:
         """Tick until a signal. systemd's watchdog is notified only after a turn of the message loop."""
@@ -312,12 +320,12 @@ class Daemon:
         try:
             while not self._stop.is_set():
                 self._tick()
-                if service.memory.copy_hangs:
+                if service.mapper.copy_hangs:
                     _exit_stuck()
                 problem = service.health.sockets_problem = self._directory.lost_sockets()
                 if problem:
                     self._lost_sockets.warn("%s", problem)
-                if (lost := service.memory.gpus.lost) is not None:
+                if (lost := service.mapper.gpus.lost) is not None:
                     self._lose_gpu(lost)
                 if service.scrubber.has_work and (self._scrubbing is None or self._scrubbing.done()):
                     self._scrubbing = asyncio.create_task(self._scrub())

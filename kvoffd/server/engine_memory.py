@@ -14,7 +14,7 @@ from kvoffd.system.files import OnError
 from kvoffd.system.mappings import HostMapping
 from kvoffd.transfer.cuda.gpus import Gpus
 from kvoffd.transfer.cuda.mappings import IpcExport, VmmExport
-from kvoffd.transfer.engine import CopyEngine, EngineMemory, OnMapped, WorkOfBoth
+from kvoffd.transfer.engine import CopyEngine, EngineMemory, OnMapped, WorkByDirection
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.messages import CudaIpcHandle, Handle, MemfdHandle
 
@@ -90,7 +90,7 @@ class MemoryMapper:
         return replace(memory, close=lambda closed: close(lambda: post(closed)))
 
 
-def open_gpus(config: Config, pool: Pool, work: WorkOfBoth) -> Gpus:
+def open_gpus(config: Config, pool: Pool, work: WorkByDirection) -> Gpus:
     """Return the GPUs, by the settings. The pool must be touched."""
     gpus = Gpus(
         pool.mapping.address,

@@ -129,7 +129,7 @@ class HealthWatch:
                 "in many pieces: `ss -xp` and `kvoffd-cli clients` show which. End it, or raise the limit "
                 "(LimitNOFILE= in the systemd unit, ulimit -n).",
             )
-        if problem := self.state_file.lasting_problem:
+        if problem := self.state_file.broken_reason:
             yield (
                 "state_unwritable",
                 f"{problem}. `clear`, resets and quotas report errors, and a kill may undo them.",

@@ -119,7 +119,7 @@ class HttpServer:
         self._hosts, self._daemon, self._loop = hosts, daemon, loop
         self._own_names = set[str]()
         self._finding = Future[set[str]]()
-        """The question about them that was asked last."""
+        """The latest question for this machine's names."""
         self._finding.set_result(self._own_names)
         self._dashboard = Path(__file__).with_name("dashboard.html").read_bytes()
         self._answers: dict[str, tuple[float, asyncio.Task[_Answer]]] = {}
@@ -130,7 +130,8 @@ class HttpServer:
         self._listeners = listen(*parse_address(address))
 
     def start(self) -> None:
-        threading.Thread(target=asyncio.run, args=(self._listen(),), name="kvoffd-http", daemon=True).start()
+        """Raises NoMoreThreads."""
+        start(threading.Thread(target=lambda: asyncio.run(self._listen()), name="kvoffd-http", daemon=True))
 
     def close(self) -> None:
         """Stop listening."""

@@ -98,7 +98,7 @@ class GroupPart:
     token_ids: bytes
     """Token ids of the keys' blocks, end to end; empty if no store sent them."""
     first_blocks: Mapping[int, int]
-    """First stored engine block by number of the key, if it is not 0."""
+    """Engine blocks skipped at a key's start, by number of the key, if not 0."""
 
     def tokens_by_key(self) -> Mapping[bytes, BlockTokens]:
         """Return the parent and the token ids of each key, if the stores sent both."""
@@ -111,7 +111,7 @@ class GroupPart:
     def add_by_job(self, numbers: Sequence[int], found: dict[int, list[GroupKeys]]) -> None:
         """Add the keys with these ascending numbers to their jobs' lists."""
         for span in self.spans:
-            own = numbers[bisect_left(numbers, span.key) : bisect_left(numbers, span.keys_end)]
+            own = numbers[bisect_left(numbers, span.keys_begin) : bisect_left(numbers, span.keys_end)]
             if own:
                 found[span.job].append(GroupKeys(self.group, b"".join([self.keys[number] for number in own])))
 
@@ -140,11 +140,11 @@ def checked_parts(registration: Registration, batch: Stores | Loads, *, storing:
         if block_ids.size and int(block_ids.view(np.uint32).max()) >= limit:
             wrong = block_ids[(block_ids < 0) | (block_ids >= limit)][0]
             raise BadBlockIds(f"Block id {wrong} is outside the registered tensors; use ids from 0 to {limit - 1}.")
-        if len(set(keys)) < len(keys) and _one_repeats(keys, [(one.key, one.keys_end) for one in spans]):
+        if len(set(keys)) < len(keys) and _one_repeats(keys, [(one.keys_begin, one.keys_end) for one in spans]):
             raise BadKeys(f"A key of group {group} occurs twice in one job; send each key once.")
         if not storing:
             ids = block_ids.tolist()
-            if len(set(ids)) < len(ids) and _one_repeats(ids, [(one.block, one.blocks_end) for one in spans]):
+            if len(set(ids)) < len(ids) and _one_repeats(ids, [(one.blocks_begin, one.blocks_end) for one in spans]):
                 raise BadBlockIds(f"Group {group} loads into an engine block twice; name each block once.")
         if part.parents and len(part.parents) != len(part.keys):
             raise BadKeys(f"{len(part.parents)} bytes of parents for {len(part.keys)} bytes of keys; send all or none.")
@@ -162,7 +162,7 @@ def checked_parts(registration: Registration, batch: Stores | Loads, *, storing:
                 spans=spans,
                 parents=part.parents,
                 token_ids=part.tokens,
-                first_blocks={span.key: span.first_block for span in spans if span.first_block},
+                first_blocks={span.keys_begin: span.first_block for span in spans if span.first_block},
             )
         )
     if len(not_empty) < jobs:
@@ -224,7 +224,7 @@ class StoreBatch(JobCopy):
     direction = Direction.STORE
     parts: Sequence[GroupPart]
     sole: int
-    """Number in ``Submit.sole``; 0 for none."""
+    """``Submit.sole``: only stores with this number may add shards to the blocks that it begins; 0 for none."""
     tickets: Sequence[StoreTicket] = field(default=(), init=False)
     """One for each part."""
     copied_bytes: list[int] = field(default_factory=list, init=False)
@@ -240,8 +240,9 @@ class StoreBatch(JobCopy):
                 group=one.group,
                 keys=one.packed_keys,
                 first_blocks=one.first_blocks,
-                starts=[span.key for span in one.spans],
-                before={span.key: span.before for span in one.spans if span.before},
+                # Each job's keys are one chain, of a prompt of its own.
+                starts=[span.keys_begin for span in one.spans],
+                before={span.keys_begin: span.before for span in one.spans if span.before},
                 prompts=[span.job for span in one.spans],
             )
             for one in self.parts
@@ -259,9 +260,9 @@ class StoreBatch(JobCopy):
                 slots = of_all
             self.block_copies.append(BlockCopy(layout, part.block_ids, slots, part.first_blocks))
             for span in part.spans:
-                at, end = (bisect_left(ticket.copy, number) for number in (span.key, span.keys_end))
+                at, end = (bisect_left(ticket.copy, number) for number in (span.keys_begin, span.keys_end))
                 blocks = (end - at) * layout.blocks_per_key
-                if at < end and ticket.copy[at] == span.key:
+                if at < end and ticket.copy[at] == span.keys_begin:
                     blocks -= span.first_block
                 self.copied_bytes[span.job] += blocks * layout.block_bytes
         self.nbytes = sum(self.copied_bytes)
@@ -284,7 +285,7 @@ class StoreBatch(JobCopy):
             tokens = [part.tokens_by_key() if part.parents and part.token_ids else NO_TOKENS for part in self.parts]
             cache.stores.commit(self.tickets, checksums, tokens)
             self.registration.namespace.counters.stored_bytes += self.nbytes
-        # A key was there, or it is stored, lost or rejected: one that a message repeats as its first occurrence.
+        # A key was there, or is stored, lost or rejected; one that a message repeats is what its first occurrence is.
         lost_of: defaultdict[int, list[GroupKeys]] = defaultdict(list)
         rejected_of: defaultdict[int, list[GroupKeys]] = defaultdict(list)
         for part, ticket in zip(self.parts, self.tickets, strict=True):
@@ -341,18 +342,19 @@ class LoadJob(JobCopy):
         owner = registration.namespace, registration.rank, self.lease_id
         size = registration.namespace.key_bytes
         for part, span in self.parts:
-            keys, first = part.packed_keys[span.key * size : span.keys_end * size], span.first_block
-            block_ids = part.block_ids[span.block : span.blocks_end]
+            keys, first = part.packed_keys[span.keys_begin * size : span.keys_end * size], span.first_block
+            block_ids = part.block_ids[span.blocks_begin : span.blocks_end]
             tokens_per_block = registration.namespace.specs[part.group].tokens_per_block
             tokens = block_ids.size * tokens_per_block // part.layout.blocks_per_key
             try:
                 ticket = cache.begin_load(*owner, part.group, keys, first, tokens=tokens)
             except (NotReady, UnknownLease) as refusal:
-                missing = refusal.missing if isinstance(refusal, NotReady) else range(span.keys_end - span.key)
-                self.failed.append(GroupKeys(part.group, b"".join([part.keys[span.key + at] for at in missing])))
+                missing = refusal.missing if isinstance(refusal, NotReady) else range(span.keys_end - span.keys_begin)
+                self.failed.append(GroupKeys(part.group, b"".join([part.keys[span.keys_begin + at] for at in missing])))
                 self.refusal = refusal.code
                 continue
             self.tickets.append(ticket)
+            # Also with ``first``: the engine lacks the bytes before, and cannot compare the checksum itself.
             if verify or first or cache.blocks.unverified_slots:
                 self.checks += cache.integrity.checks_of_load(ticket, verify, first)
             slots = ticket.offsets + np.uint64(pool.mapping.address)
@@ -375,7 +377,7 @@ class LoadJob(JobCopy):
             for check, found in zip(self.checks, self.checksums.sums, strict=True):
                 if found:
                     apply_check(cache, check, found)
-        if cache.integrity.mismatches:
+        if cache.integrity.mismatches:  # else no slot was ever found corrupt
             # Another load or the scrubber may have found a block of this load corrupt since it began.
             corrupt = [
                 GroupKeys(one.group.index, keys) for one in self.tickets if (keys := cache.integrity.corrupt_keys(one))
@@ -432,7 +434,7 @@ class Jobs:
         self.verify_due = 0.0
         """Sum of ``verify_share`` over loads; at 1 a load compares all its slots."""
         self.with_results: dict[int, Session] = {}
-        """Sessions with unpublished results, by id."""
+        """Sessions with unpublished results, by id. The session table, which publishes them, empties it."""
         self.counters = {direction: DirectionCounters() for direction in Direction}
         self._windows = {direction: CounterWindows(host.now) for direction in Direction}
         self.cancelled_stores = 0

@@ -198,6 +198,7 @@ class KnownNamespaces:
         if len(cache.namespaces) < most:
             return
         opened = self.opened
+        # One that is still being written is not evicted: stores, or reads from tiers, have not ended.
         unused = [one for one in cache.namespaces.values() if one.fingerprint not in opened and not one.writing_blocks]
         if not unused:
             why = f"All {most} namespaces are in use, the limit. End engines that are not needed."
@@ -215,4 +216,5 @@ class KnownNamespaces:
 
 
 def _idle(namespace: Namespace, opened: set[bytes]) -> bool:
+    """Return whether no session has it open, and it has no blocks, neither READY ones nor those being written."""
     return not namespace.indexed_blocks and namespace.fingerprint not in opened

@@ -140,14 +140,15 @@ class PeerServer:
         self._hear(wanted.fingerprint, wanted.generation)
         places = range(0, len(wanted.others), FINGERPRINT_BYTES)
         others = [wanted.others[at : at + FINGERPRINT_BYTES] for at in places]
-        is_saved, generations = self._is_saved(), self._generations  # until then a kill would bring the blocks back
+        generations = self._generations
+        has_followed = self._is_saved()  # until then a kill would bring the blocks back
         if wanted.cleared_at and len(generations.voided) < MAX_VOIDED:
             generations.void_before(wanted.fingerprint, wanted.generation, wanted.cleared_at)
         elif wanted.cleared_at:
-            is_saved = False  # too many clears wait, so this one is not noted: the peer tells it again
+            has_followed = False  # too many clears wait, so this one is not noted: the peer tells it again
         return b"".join(
             generations.fleet(one).to_bytes(GENERATION_BYTES, "little")
-            + bytes([is_saved and one not in generations.voided])
+            + bytes([has_followed and one not in generations.voided])
             for one in (wanted.fingerprint, *others)
         )
 
@@ -209,7 +210,8 @@ class PeerServer:
 
     def _lendable_blocks(self, block_bytes: int) -> int:
         """Return how many blocks of this size may be lent in one more lease."""
-        # What is reserved counts as free: a slow source may reserve all, and peers have a part for some seconds.
+        # A slow source may reserve all that leases may pin, and peers would get nothing while it does. So what is
+        # reserved counts as free here: peers have their part of it for some seconds.
         left = min(self._most_bytes - self.pinned_bytes, self._cache.leases.pinnable_bytes)
         # One block at a time is lent even if it is larger than the limit: it could never be read otherwise.
         return max(left // max(1, block_bytes), 0 if self._lent else 1)

@@ -83,12 +83,13 @@ class PeerPlaces:
         self._exchange_at = -inf
         """Time from which a node that answers may be exchanged again."""
 
-    def __iter__(self) -> Iterator[SharedTier]:
-        """Iterate over the tiers of all places, also of those without a peer."""
-        return (place.tier for place in self._places)
+    @property
+    def tiers(self) -> list[SharedTier]:
+        """Tiers of all places, also of those without a peer."""
+        return [place.tier for place in self._places]
 
     @property
-    def listed(self) -> list[SharedTier]:
+    def always_asked(self) -> list[SharedTier]:
         """Tiers of the connected nodes behind names, which are asked for whatever is missing; without those that no
         name has any more and that do not answer."""
         its = (place.tier for place in self._places if place.tier.name and not place.tier.only_named)
@@ -190,7 +191,7 @@ class PeerPlaces:
     @property
     def problems(self) -> Iterator[str]:
         """Problems of the names, a sentence each."""
-        tiers = {tier.name: tier for tier in self.listed}
+        tiers = {tier.name: tier for tier in self.always_asked}
         for one in self.lists:
             if one.problem:
                 yield f"The name of {one.name.text} cannot be resolved: {one.problem}."

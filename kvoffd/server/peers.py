@@ -165,6 +165,6 @@ class Peers:
             if thread is not None:
                 thread.close()
         if self.helper is not None:
-            for tier in (*self.tiers, *(self.places or ())):
+            for tier in (*self.tiers, *(self.places.tiers if self.places is not None else ())):
                 tier.closed = True
             self.helper.interrupt()

@@ -89,7 +89,7 @@ class StateFile:
         Raises KvoffdError.
         """
         directory, name = os.path.split(self._lock_path)
-        with suppress(OSError):  # nothing can be written there, which `problem` reports, or it has no locks
+        with suppress(OSError):  # nothing can be written there, which `broken_reason` reports, or it has no locks
             directory_fd = open_directory(Path(directory))
             try:
                 self._lock_fd = claim_file(FileCalls(), name, directory_fd, create=True, check=_check_lock)
@@ -124,12 +124,12 @@ class StateFile:
         return self.tried == self.requested
 
     @property
-    def problem(self) -> str:
+    def unsaved_reason(self) -> str:
         """Clause why the file may lack the latest content; empty if it has it."""
         return self._problem if self.is_tried else f"{self.path} takes long to write"
 
     @property
-    def lasting_problem(self) -> str:
+    def broken_reason(self) -> str:
         """Clause why later content is not kept either: the latest write failed, or this one hangs; else empty."""
         began_at = self._began_at  # the thread may change it
         hangs = began_at is not None and time.monotonic() >= began_at + HANGS_S
@@ -350,7 +350,7 @@ class State:
                 return reply
             if not tried and not late:
                 return None
-            raise KvoffdError(f"It is done, but {file.problem}. {otherwise}", ErrorCode.NOT_KEPT)
+            raise KvoffdError(f"It is done, but {file.unsaved_reason}. {otherwise}", ErrorCode.NOT_KEPT)
 
         return Pending(poll, until)
 
@@ -361,6 +361,7 @@ class State:
         self.file.save(self._encode(QUOTAS))
 
     def save_lifetime(self, lifetime: Lifetime) -> None:
+        """Save the totals if they differ in more than ``since``: a daemon without work need not write."""
         if lifetime != msgspec.structs.replace(self.counted.lifetime, since=lifetime.since):
             self.counted.lifetime = lifetime
             self.file.save(self._encode(COUNTED))

@@ -42,7 +42,7 @@ from kvoffd.server.traffic import TrafficCounts
 from kvoffd.system.calls import call_each
 from kvoffd.system.rare_warnings import RareWarnings
 from kvoffd.transfer.cuda.gpus import Gpus
-from kvoffd.transfer.engine import CopyEngine, WorkOfBoth
+from kvoffd.transfer.engine import CopyEngine, WorkByDirection
 from kvoffd_proto import admin as a
 from kvoffd_proto import codec
 from kvoffd_proto import messages as m
@@ -74,7 +74,7 @@ class Service:
         events: EventLog,
         engine: CopyEngine,
         gpus: Gpus,
-        work: WorkOfBoth,
+        copy_work: WorkByDirection,
         pool: Pool,
         host: Host,
         state: State,
@@ -85,7 +85,7 @@ class Service:
         self.config, self.clock = config, clock
         self.cache, self.pool, self.events, self.state = cache, pool, events, state
         self.tier_supervisor = tier_supervisor
-        self.memory = MemoryMapper(engine, host, gpus)
+        self.mapper = MemoryMapper(engine, host, gpus)
         self.branch_points = BranchPoints(clock)
         self.jobs = Jobs(config, cache, pool, host, self.branch_points)
         self.sessions = SessionTable(config, cache, self.jobs, host, max_attached)
@@ -111,7 +111,7 @@ class Service:
             events=events,
             state=state,
             gpus=gpus,
-            work=work,
+            copy_work=copy_work,
             jobs=self.jobs,
             sessions=self.sessions,
             tier_supervisor=tier_supervisor,
@@ -127,7 +127,7 @@ class Service:
             (
                 self.sessions,
                 self.namespaces,
-                Registrations(config, cache, self.memory, self.sessions, self.jobs),
+                Registrations(config, cache, self.mapper, self.sessions, self.jobs),
                 self.lookups,
                 self.jobs,
                 self.reports,
@@ -238,7 +238,7 @@ class Service:
             (
                 self.cache.tick,
                 self._warn_of_partial,
-                self.memory.tick,
+                self.mapper.tick,
                 self.traffic.tick,
                 self.lookups.recent.sample,
                 self.loop_watch.recent.sample,

@@ -91,13 +91,11 @@ class SessionTable:
         self.departed: OrderedDict[bytes, None] = OrderedDict()
         """Routes of clients that left recently, oldest first."""
         self._last_id = 0
-        self.epoch = int.from_bytes(host.random(8), "big") >> 1
+        self.epoch = int.from_bytes(host.random(8), "big") >> 1  # 63 bits: the wire's ``Count`` is below 2**63
         """Random number of this daemon process, so that its clients do not take a successor's results for theirs."""
-        self._writers = 0
-        """Number of sessions with registered memory."""
+        self._sessions_with_memory = 0
         self.credit_bytes = self._credit_among(1)
-        """Bytes of stores that each of them may have outstanding: an equal part of the credit of all. A new session is
-        welcomed with what it will have, once it has registered its memory too."""
+        """Bytes of stores that each of them may have outstanding: an equal part of the credit of all."""
         self.endings: Counter[str] = Counter()
         """Ended sessions by ``Ending``: engines', and those of clients that misbehaved before their Hello."""
         self.stopping = False
@@ -155,8 +153,9 @@ class SessionTable:
             )
         self._set_role(session, message.role, printable(message.name), printable(message.software))
         limits = filled(Limits, self._config.limits)  # all fields: ServerLimits
-        writers = self._writers if session.registrations else self._writers + 1
-        credit = 0 if message.role is Role.ADMIN else self._credit_among(writers)
+        # Its credit once it has registered its memory too, unless it has already.
+        sharers = self._sessions_with_memory + (not session.registrations)
+        credit = 0 if message.role is Role.ADMIN else self._credit_among(sharers)
         return Welcome(message.request_id, session.id, limits, credit)
 
     def _set_role(self, session: Session, role: Role, name: str, software: str) -> None:
@@ -218,6 +217,7 @@ class SessionTable:
         self._jobs.with_results.clear()
 
     def _close_batch(self, session: Session) -> None:
+        """Add a session's new results to ``publications``. Each batch tells the client its credit."""
         if frames := session.completions.close_batch(self.credit_bytes):
             self.publications.append(frames)
 
@@ -254,11 +254,11 @@ class SessionTable:
 
     def share_credit(self) -> None:
         """Divide the credit among the sessions with registered memory, after their number changed."""
-        self._writers = sum(bool(session.registrations) for session in self)
-        self.credit_bytes = self._credit_among(max(1, self._writers))
+        self._sessions_with_memory = sum(bool(session.registrations) for session in self)
+        self.credit_bytes = self._credit_among(max(1, self._sessions_with_memory))
 
-    def _credit_among(self, writers: int) -> int:
-        return credit_of_all_bytes(self._config, self._cache) // writers
+    def _credit_among(self, sharers: int) -> int:
+        return credit_of_all_bytes(self._config, self._cache) // sharers
 
     def end(self, session: Session, on_released: Callable[[], None], why: Ending = Ending.GONE) -> None:
         """End a session after its lifeline: end its leases, stop its copies, unmap its memory.

@@ -201,7 +201,8 @@ class Sockets:
                 more = service.background() or more
                 if service.pending or service.events.pending:
                     self._follow_up(replied := self.flush())
-                    more = more or replied  # sending may have consumed the edge of a request that came
+                    # Sending may have consumed the edge of a request that came; the loop above looks again by itself.
+                    more = more or replied
             except Exception:  # the loop must survive it; the next tick takes another turn
                 logger.exception("A turn of the message loop failed.")
                 return False
@@ -267,13 +268,17 @@ class Sockets:
         return bool(replies)
 
     def _follow_up(self, replied: bool) -> None:
-        """Have the service do the work that may wait until replies are sent. ``replied``: some were sent just now."""
+        """Have the service do the work that may wait until replies are sent. ``replied``: some were sent just now.
+
+        It does it now if it is urgent, or nothing was sent; else in a turn AFTER_REPLY_S later, which may be scheduled
+        already.
+        """
         service = self._service
         assert service is not None, "a turn needs one"
         if service.urgent or not replied:
             service.after_send()
         elif not self._serve_scheduled:
-            # Later: on few cores it would delay libzmq's thread, which sends. ``serve`` comes here without replies.
+            # On few cores it would delay libzmq's thread, which sends. ``serve`` comes back here without replies.
             self._serve_scheduled = True
             self._loop.call_later(AFTER_REPLY_S, self.serve)
 

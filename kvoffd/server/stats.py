@@ -36,7 +36,7 @@ from kvoffd.server.traffic import TrafficCounts
 from kvoffd.tiers.shared import SharedTier
 from kvoffd.tiers.tier import TierStats
 from kvoffd.transfer.cuda.gpus import Gpus
-from kvoffd.transfer.engine import WorkOfBoth
+from kvoffd.transfer.engine import WorkByDirection
 from kvoffd.transfer.plan import Direction
 from kvoffd_proto import admin as a
 from kvoffd_proto import stats as s
@@ -45,7 +45,7 @@ from kvoffd_proto.messages import PROTOCOL_VERSION, Role
 from kvoffd_proto.verdict import judge
 
 LISTED_POINTS = 8
-"""Branch points of a namespace that are listed, those that cost the most."""
+"""Branch points of a namespace that are listed: those behind which the most stored tokens were computed again."""
 STATS_SHARE = 0.25
 """Share of the loop's time that answers to ``Stats`` may take. With many namespaces one takes milliseconds, in which no
 lookup is answered."""
@@ -64,7 +64,7 @@ class Statistics:
     events: EventLog
     state: State
     gpus: Gpus
-    work: WorkOfBoth
+    copy_work: WorkByDirection
     jobs: Jobs
     sessions: SessionTable
     tier_supervisor: TierSupervisor
@@ -193,7 +193,7 @@ class Statistics:
                 ready_bytes=one.ready_bytes,
                 invalidated_blocks=one.counters.invalidated_blocks,
                 prefill_tokens_per_second=one.counters.prefill_tokens_per_second,
-                **self.traffic.of_namespace(one),
+                **self.traffic.of_namespace(one),  # the fields of ``Traffic``, its base class
             )
             for one, curve in zip(shown, self.curve.of_namespaces(shown), strict=True)
         ]
@@ -210,7 +210,7 @@ class Statistics:
         return s.BranchPointsListed(message.request_id, found)
 
     def _branching(self, namespace: Namespace) -> s.BranchPoint | None:
-        """Return the branch point that costs the most; None if there is none."""
+        """Return the branch point behind which the most stored tokens were computed again; None if there is none."""
         seen_tokens, points = self.branch_points.of(namespace)
         return s.BranchPoint(*_branch_fields(points[0], seen_tokens)) if points else None
 
@@ -245,7 +245,8 @@ class Statistics:
         )
 
     def _copy_stats(self, direction: Direction) -> s.CopyStats:
-        work, ended, recent = self.work[direction], self.jobs.counters[direction], self.jobs.in_last_hour(direction)
+        work, ended = self.copy_work[direction], self.jobs.counters[direction]
+        recent = self.jobs.in_last_hour(direction)
         return s.CopyStats(
             jobs=ended.jobs,
             failed_jobs=ended.failed_jobs,

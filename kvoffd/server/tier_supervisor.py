@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from math import inf
 from pathlib import Path
 
 from kvoffd.cache.cache import Cache
@@ -127,8 +126,9 @@ class TierSupervisor:
         self._generations = state.generations
         self.peers = Peers(config, cache, pool, clock, post, state)
         self._asked_at: dict[bytes, float] = {}
-        """Time of an open namespace's first lookup, when stores and peers were asked whether it was cleared. -inf once
-        all have answered, or FOLLOW_S later."""
+        """Time of an open namespace's first lookup, when stores and peers were asked whether it was cleared."""
+        self._answered: set[bytes] = set()
+        """Those of these namespaces about which all have answered, or were asked FOLLOW_S ago."""
         if tiering is not None:
             tiering.lookups.ask_if_behind = self.ask_if_behind
 
@@ -202,7 +202,8 @@ class TierSupervisor:
         )
         for fingerprint, generation in tier.found_generations.items():
             known = self._generations.of(fingerprint)
-            if not self._generations.accept(fingerprint, generation):  # it was reset while the disk was opened
+            are_valid = self._generations.accept(fingerprint, generation)  # a higher one becomes the known one
+            if not are_valid:  # it was reset while the disk was opened, or the clock was set back
                 tier.remove_all(fingerprint)
             if self._generations.of(fingerprint) > known:
                 self._drop_older(fingerprint)
@@ -239,14 +240,15 @@ class TierSupervisor:
 
     @property
     def _every_shared(self) -> list[SharedTier]:
-        """The shared stores and peers, with the places."""
-        return [*self._stores, *self.peers.tiers, *(self.peers.places or ())]
+        """The shared stores and peers, with all places for nodes behind names."""
+        places = self.peers.places
+        return [*self._stores, *self.peers.tiers, *(places.tiers if places is not None else ())]
 
     @property
     def _always_asked(self) -> list[SharedTier]:
         """The shared stores and peers that are asked for whatever is missing."""
         places = self.peers.places
-        return [*self._stores, *self.peers.tiers, *(places.listed if places is not None else ())]
+        return [*self._stores, *self.peers.tiers, *(places.always_asked if places is not None else ())]
 
     @property
     def shares(self) -> bool:
@@ -288,6 +290,7 @@ class TierSupervisor:
     def _forget_closed(self) -> None:
         for closed in self._asked_at.keys() - self._cache.namespaces.keys():
             del self._asked_at[closed]
+            self._answered.discard(closed)
 
     def _save_spent(self) -> None:
         assert self.tiering is not None
@@ -300,17 +303,16 @@ class TierSupervisor:
         Its first lookup asks the stores and peers. They may be void until all have answered, or for ``FOLLOW_S``, and
         while a clear that was heard of is not carried out.
         """
-        asked_at = self._asked_at.get(fingerprint)
-        if asked_at != -inf and (tiers := self._always_asked):
+        if fingerprint not in self._answered and (tiers := self._always_asked):
             now = self._clock()
-            if asked_at is None:
+            if (asked_at := self._asked_at.get(fingerprint)) is None:
                 asked_at = self._asked_at[fingerprint] = now
                 for tier in tiers:
                     tier.clears.poll([fingerprint])
             # Each of them may be the only one that knows of a clear.
             if now < asked_at + FOLLOW_S and any(tier.clears.answered_about(fingerprint) < asked_at for tier in tiers):
                 return True
-            self._asked_at[fingerprint] = -inf
+            self._answered.add(fingerprint)
         return fingerprint in self._generations.voided
 
     @property

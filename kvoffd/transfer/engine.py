@@ -176,11 +176,11 @@ class CopyWork:
             self.refused_batches += refused
 
 
-WorkOfBoth: TypeAlias = Mapping[Direction, CopyWork]
+WorkByDirection: TypeAlias = Mapping[Direction, CopyWork]
 """Work of stores and of loads."""
 
 
-def new_work() -> WorkOfBoth:
+def new_work() -> WorkByDirection:
     return {direction: CopyWork() for direction in Direction}
 
 
@@ -278,7 +278,7 @@ class CopyQueue:
                 if transfer not in self._overdue:
                     late.append(transfer)
                     self._overdue[transfer] = now
-                elif all(map(_wants_cpu, threads)):  # also without a thread: it waits for a reader, and does not hang
+                elif not threads or all(map(_wants_cpu, threads)):  # without threads it waits for a reader
                     self._overdue[transfer] = now
         for transfer in waiting:
             self._end(transfer, CopyEnd.DEADLINE)
@@ -536,7 +536,7 @@ class HostEngine(CopyEngine):
 
     def __init__(
         self,
-        work: WorkOfBoth,
+        work: WorkByDirection,
         clock: Callable[[], float] = time.monotonic,
         threads_per_direction: int = 1,
         copy: Callable[[Transfer], None] = host_copy,

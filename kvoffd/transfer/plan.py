@@ -206,7 +206,7 @@ def plan_blocks(direction: Direction, copies: Sequence[BlockCopy]) -> Plan:
     most = sum([copy.block_ids.size * len(copy.layout.layers) for copy in copies])
     columns = np.empty((3, most), np.uint64)
     begin = columns.ctypes.data
-    planned = array("Q", [0, begin, begin + 8 * most, begin + 16 * most])  # struct planned
+    planned = array("Q", [0, begin, begin + 8 * most, begin + 16 * most])  # struct planned: pieces, engine, pool, size
     for layout, block_ids, slots, first_blocks in copies:
         firsts = array("H", bytes(2 * slots.size if first_blocks else 0))
         for key, first in first_blocks.items():

@@ -636,9 +636,9 @@ class JobSpan(NamedTuple):
 
     job: int
     """Number of the job among the stores, or the loads, of the message."""
-    key: int
+    keys_begin: int
     keys_end: int
-    block: int
+    blocks_begin: int
     blocks_end: int
     first_block: int
     """Engine blocks skipped at the start of its first key."""

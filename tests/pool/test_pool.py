@@ -189,6 +189,19 @@ def test_a_limit_of_reserved_huge_pages_leaves_other_memory(reserved: Path, monk
         Pool(16 * MIB)
 
 
+@pytest.mark.parametrize("backing", [NewBacking, MemfdBacking])
+def test_reserved_huge_pages_that_are_gone_leave_other_memory(
+    backing: Callable[[], MemfdBacking | NewBacking], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process took them after the pool's size was checked."""
+    answers = iter((True, False))
+    monkeypatch.setattr(backing_module, "fits_reserved", lambda *_: next(answers))
+    monkeypatch.setattr(backing_module, "memory_limit", lambda freed_bytes=0: MemoryLimit(1000, "other memory"))
+    with pytest.raises(PoolTooLarge, match="other memory"):
+        Pool(16 * MIB, backing=backing())
+    assert next(answers, None) is None
+
+
 def test_a_pool_file_on_a_hugetlbfs_is_in_reserved_huge_pages(pool_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory_module, "filesystem_magic", lambda _: HUGETLBFS_MAGIC)
     with closing(FileBacking(pool_file)) as backing, closing(Pool(4 * MIB, backing=backing)) as pool:
@@ -266,6 +279,18 @@ def test_a_measurement_for_which_there_is_no_memory_is_left_out(monkeypatch: pyt
         assert pool.pages.slowdown == 0
         monkeypatch.setattr(memory_module, "memory_limit", lambda: MemoryLimit(100 * MIB, "a cgroup"), raising=False)
         monkeypatch.setattr(memory_module.PoolMemory, "create_private", lambda _: pytest.fail("it took the rest"))
+        pool.measure_pages()
+        assert pool.pages.slowdown == 0
+
+
+def test_a_measurement_for_which_there_is_no_thread_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(pool_module, "huge_page_bytes", lambda _: 0)
+    with closing(Pool(64 * MIB)) as pool:
+        pool.touch(1, lambda _: None)
+        monkeypatch.setattr(threading.Thread, "start", refuse)
         pool.measure_pages()
         assert pool.pages.slowdown == 0
 

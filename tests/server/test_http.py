@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from kvoffd.errors import NoMoreThreads
 from kvoffd.server import http
 from kvoffd.server.http import LOOP_S, MAX_CONNECTIONS, HttpServer
 from kvoffd_proto.admin import HealthLevel, HealthReply
@@ -63,6 +64,18 @@ def serving(daemon: FailingDaemon, *, hangs: bool) -> Iterator[int]:
     with listening(daemon, hangs=hangs) as (server, port):
         server.start()
         yield port
+
+
+def test_a_server_that_gets_no_thread_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with listening(FailingDaemon(), hangs=False) as (server, _):
+        monkeypatch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(NoMoreThreads):
+            server.start()
+        for listener in server._listeners:
+            listener.close()
 
 
 class WaitingDaemon(FailingDaemon):

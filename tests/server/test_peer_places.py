@@ -98,8 +98,8 @@ def test_of_a_small_fleet_all_nodes_are_connected_as_they_come_and_go() -> None:
         rig.clock.now += 1
         rig.resolve(nodes(there))
         assert rig.connected == set(nodes(there))
-    assert len(rig.places.listed) == 2
-    assert not any(tier.only_named for tier in rig.places.listed)
+    assert len(rig.places.always_asked) == 2
+    assert not any(tier.only_named for tier in rig.places.always_asked)
     assert all(tier.may_be_away for tier in rig.tiers)
 
 
@@ -191,12 +191,12 @@ def test_a_name_that_cannot_be_resolved_keeps_its_nodes_and_is_a_problem() -> No
 def test_that_no_node_behind_a_name_answers_is_a_problem() -> None:
     rig = Rig()
     rig.resolve(nodes(3))
-    for tier in rig.places.listed:
+    for tier in rig.places.always_asked:
         cast(Any, tier).answers = False
         cast(Any, tier).health.problem = "It refuses this node."
     (sentence,) = rig.places.problems
     assert sentence.endswith("none of which answers: It refuses this node.")
-    cast(Any, rig.places.listed[0]).answers = True
+    cast(Any, rig.places.always_asked[0]).answers = True
     assert list(rig.places.problems) == []
 
 
@@ -210,10 +210,10 @@ def test_a_request_may_name_a_node_behind_a_name_or_of_a_network() -> None:
     assert rig.places.give(absent, only_named=False) == "", "all were connected just now"
     rig.clock.now += KEPT_S
     assert rig.places.give(absent, only_named=False) == f"peer://{absent}"
-    assert f"peer://{absent}" in [tier.name for tier in rig.places.listed]
+    assert f"peer://{absent}" in [tier.name for tier in rig.places.always_asked]
     rig.clock.now += KEPT_S
     assert rig.places.give("192.168.0.1:7400", only_named=True) == "peer://192.168.0.1:7400"
-    assert len(rig.places.listed) == PEER_PLACES - 1
+    assert len(rig.places.always_asked) == PEER_PLACES - 1
     assert rig.places.give("192.168.0.1:7400", only_named=True) == "peer://192.168.0.1:7400"
     assert len(rig.connected) == PEER_PLACES
 

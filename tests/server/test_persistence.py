@@ -387,7 +387,7 @@ def test_a_file_whose_writing_raises_whatever_is_written_later(
     file.save(b"all of it")
     wait_until(lambda: file.written == file.requested == 1)
     assert raised
-    assert (file.read(), file.problem) == (b"all of it", "")
+    assert (file.read(), file.unsaved_reason) == (b"all of it", "")
 
 
 def test_a_file_system_that_hangs_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch, open_file: Open) -> None:
@@ -397,10 +397,10 @@ def test_a_file_system_that_hangs_keeps_nobody_waiting(monkeypatch: pytest.Monke
     for content in (b"first", b"second", b"third"):
         file.save(content)
     assert not file.flush(0.01)
-    assert "takes long" in file.problem
+    assert "takes long" in file.unsaved_reason
     hangs.set()
     assert file.flush(30.0)
-    assert (file.read(), file.problem) == (b"third", "")
+    assert (file.read(), file.unsaved_reason) == (b"third", "")
 
 
 def test_a_write_is_a_problem_once_it_hangs(monkeypatch: pytest.MonkeyPatch, open_file: Open) -> None:
@@ -411,12 +411,12 @@ def test_a_write_is_a_problem_once_it_hangs(monkeypatch: pytest.MonkeyPatch, ope
     file = open_file("file")
     file.save(b"content")
     wait_until(lambda: file._began_at)
-    assert (file.is_tried, file.lasting_problem) == (False, "")
+    assert (file.is_tried, file.broken_reason) == (False, "")
     monkeypatch.setattr(persistence, "HANGS_S", 0.0)
-    assert "has been being written for" in file.lasting_problem
+    assert "has been being written for" in file.broken_reason
     hangs.set()
     assert file.flush(30.0)
-    assert file.lasting_problem == ""
+    assert file.broken_reason == ""
 
 
 def test_a_file_whose_write_hangs_at_the_end_stays_locked(monkeypatch: pytest.MonkeyPatch, open_file: Open) -> None:

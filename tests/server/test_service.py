@@ -349,7 +349,7 @@ def test_periodic_work_that_fails_each_time_keeps_no_other_from_being_done(
         raise RuntimeError("a bug")
 
     bench.session()
-    for part in (bench.service.memory, bench.service.traffic, bench.service.tier_supervisor):
+    for part in (bench.service.mapper, bench.service.traffic, bench.service.tier_supervisor):
         monkeypatch.setattr(part, "tick", fails)
     bench.service.state.generations.hear(NAMESPACE, 7)
     with pytest.raises(ExceptionGroup) as caught:
@@ -641,7 +641,7 @@ def test_a_step_of_scrubbing_that_failed_is_read_again(monkeypatch: pytest.Monke
 def test_register_of_a_session_that_ends_meanwhile(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU maps in a thread of its own. Until it has, the registration's id is taken; then nothing is held."""
     service, worker, mapping = bench.service, bench.session(registers=False), list[tuple[dict[int, int], OnMapped]]()
-    monkeypatch.setattr(service.memory, "map", lambda *given: mapping.append(given[-2:]))
+    monkeypatch.setattr(service.mapper, "map", lambda *given: mapping.append(given[-2:]))
     assert bench.register(worker, 1) == []
     (refused,) = bench.register(worker, 2)
     assert isinstance(refused, m.Error)

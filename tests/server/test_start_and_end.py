@@ -384,6 +384,23 @@ def test_how_far_the_start_is(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- while it runs ---------------------------------------------------------------------------------
 
 
+def test_pages_that_cannot_be_mapped_or_measured_are_logged_and_the_pool_is_closed(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    daemon: Any = Daemon(Config(pool_bytes=2 << 30))
+    daemon._service = MagicMock()
+    daemon._pool = MagicMock(**{"measure_pages.side_effect": RuntimeError("a bug"), "pool_bytes": 2 << 30})
+
+    async def map_and_stop() -> None:
+        daemon._page_mapper = asyncio.get_running_loop().run_in_executor(None, daemon._map_pages)
+        await asyncio.wait([daemon._page_mapper])
+        await daemon._close_pool()
+
+    asyncio.run(map_and_stop())
+    assert [one.levelname for one in caplog.records if one.exc_info] == ["ERROR"]
+    daemon._pool.close.assert_called_once_with()
+
+
 def test_regular_work_that_fails_does_not_end_the_daemon(caplog: pytest.LogCaptureFixture) -> None:
     daemon: Any = Daemon(Config())
     daemon._service, daemon._lifelines = MagicMock(**{"tick.side_effect": RuntimeError("a bug")}), MagicMock()
@@ -397,7 +414,7 @@ def test_regular_work_that_fails_does_not_end_the_daemon(caplog: pytest.LogCaptu
 @pytest.mark.parametrize("works", [True, False])
 def test_the_watchdog_is_fed_after_a_turn_of_the_message_loop_that_worked(works: bool) -> None:
     daemon: Any = Daemon(Config())
-    daemon._service = MagicMock(**{"memory.copy_hangs": False, "memory.gpus.lost": None, "scrubber.has_work": False})
+    daemon._service = MagicMock(**{"mapper.copy_hangs": False, "mapper.gpus.lost": None, "scrubber.has_work": False})
     daemon._lifelines = daemon._policy_file = daemon._notifier = MagicMock()
     daemon._directory = MagicMock(**{"lost_sockets.return_value": ""})
     daemon._sockets = MagicMock(**{"serve.side_effect": lambda: daemon._stop.set() or works})

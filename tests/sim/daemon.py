@@ -407,7 +407,7 @@ class SimDaemon:
             self.tiers.check_followed()
             for source in self.tiers.tiering.sources:
                 self.promotions.check_given_up(source)
-        if self.service.memory.copy_hangs:
+        if self.service.mapper.copy_hangs:
             self.clock.note("daemon ends itself: a copy hangs")
             self.world.faults.counts["ended_itself"] += 1
             self.die()

@@ -20,7 +20,7 @@ import numpy.typing as npt
 from kvoffd.system.native import VOID_P, declare, native
 from kvoffd.system.numa import NOWHERE, Locality, run_near, usable_cpus
 from kvoffd.system.structures import GPU_COPYING
-from kvoffd.transfer.engine import CopyEngine, CopyQueue, CopyWork, Transfer, WorkOfBoth
+from kvoffd.transfer.engine import CopyEngine, CopyQueue, CopyWork, Transfer, WorkByDirection
 from kvoffd.transfer.plan import Direction
 from kvoffd_proto.cuda import Cuda, CudaError
 
@@ -164,7 +164,7 @@ class GpuEngine(CopyEngine):
         self,
         driver: Cuda,
         pinned: PinnedChunks,
-        work: WorkOfBoth,
+        work: WorkByDirection,
         *,
         name: str = "GPU",
         locality: Locality = NOWHERE,

@@ -20,7 +20,7 @@ from kvoffd.system.threads import TaskThread
 from kvoffd.transfer.cuda.engine import GpuEngine
 from kvoffd.transfer.cuda.mappings import GpuMapping, IpcExport, OpenHandles, VmmExport
 from kvoffd.transfer.cuda.pinning import PinnedPool, PinProgress
-from kvoffd.transfer.engine import EngineMemory, OnMapped, WorkOfBoth
+from kvoffd.transfer.engine import EngineMemory, OnMapped, WorkByDirection
 from kvoffd_proto.cuda import Cuda, CudaError
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.units import format_size
@@ -88,7 +88,7 @@ def _mapping_refusal(error: Exception) -> KvoffdError:
 class Gpu:
     """A device's context, engine and mappings, and the control thread that creates and destroys them."""
 
-    def __init__(self, device: Device, pool: PinnedPool, work: WorkOfBoth, clock: Callable[[], float]) -> None:
+    def __init__(self, device: Device, pool: PinnedPool, work: WorkByDirection, clock: Callable[[], float]) -> None:
         self.device = device
         self.locality = locality_of(device.pci_bus_id)
         self._driver = pool.driver
@@ -200,7 +200,7 @@ class Gpus:
         self,
         pool_address: int,
         pool_bytes: int,
-        work: WorkOfBoth,
+        work: WorkByDirection,
         clock: Callable[[], float] = time.monotonic,
         library: str = "",
         *,
@@ -333,7 +333,8 @@ class Gpus:
             return self._gpus[uuid]
 
     def _known_devices(self, driver: Cuda) -> list[Device]:
-        """Return all devices, at least one. Asks the driver once, in the finder's thread. Raises CudaError."""
+        """Return all devices, at least one: cuInit refuses a machine without any. Asks the driver once, in the finder's
+        thread. Raises CudaError."""
         if not self._devices:
             self._devices = list_devices(driver)
             integrated = [one for one in self._devices if driver.is_integrated(one.ordinal)]
