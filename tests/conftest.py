@@ -64,7 +64,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
         case "engine", *_:
             return (is_file and "mark.engine" not in collection_path.read_text()) or None
         case "vllm", *_:
-            return (is_file and collection_path.parent != VLLM) or None
+            other = is_file and collection_path.parent != VLLM
+            return (other and "mark.vllm" not in collection_path.read_text()) or None
         case "not", "vllm", *_:
             return collection_path in (VLLM, VLLM.with_name("routers")) or None
     return None
