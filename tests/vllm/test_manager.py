@@ -40,7 +40,7 @@ from kvoffd_client.vllm.metrics import (
 )
 from kvoffd_client.vllm.waits import MAX_STOOD_STILL_S
 from kvoffd_proto.errors import ErrorCode
-from kvoffd_proto.messages import COMING, MAX_GIVER, GroupKeys, Outcome, PromptReport
+from kvoffd_proto.messages import COMING, MAX_GIVER, SHARED, GroupKeys, Outcome, PromptReport
 from tests.vllm.manager_harness import CHUNK_TOKENS, HASHES, KEYS, ManagerHarness
 from tests.vllm.vllm_fakes import FakeSchedulerClient, block_hash, key
 
@@ -559,6 +559,39 @@ def test_a_request_waits_for_the_tiers_that_it_names(
     assert harness.results(context) == [HIT, *waits]
 
 
+def test_what_comes_from_excluded_tiers_is_asked_for_again_as_rarely_as_what_is_missing(
+    harness: ManagerHarness,
+) -> None:
+    """It was looked up every few milliseconds while the request waited for others' loads."""
+    harness.new()
+    harness.manager.requests["r"].tiers = frozenset()
+    harness.scan()
+    harness.client.answer({block_hash(1)}, coming=[block_hash(2), block_hash(3)])
+    for _ in range(100):
+        harness.scan()
+        harness.clock.now += 0.003
+    assert len(harness.client.asked) == 1
+
+
+@pytest.mark.parametrize(
+    ("tiers", "wait_s", "asking"),
+    [(COMING - {SHARED}, 2.0, 0), (frozenset({SHARED}), 0.1, 2)],
+    ids=["a disk", "a store that is asked"],
+)
+def test_only_what_comes_from_allowed_tiers_is_worth_a_wait(tiers: frozenset[int], wait_s: float, asking: int) -> None:
+    """One block comes from a disk and takes longer than computing it, or two that a store mostly does not have."""
+    harness = DiskHarness()
+    harness.manager.requests["r"].tiers = tiers
+    for waits in (True, False):
+        harness.scan()
+        harness.client.answer(
+            set(), coming={block_hash(1)}, shared={block_hash(2), block_hash(3)}, wait_s=wait_s, asking=asking
+        )
+        harness.scan()
+        assert (PENDING in harness.results(harness.context)) is waits
+        harness.clock.now += 0.3
+
+
 # --- hints -----------------------------------------------------------------------------------------
 
 
@@ -878,6 +911,13 @@ def test_a_lookup_names_the_peer_that_a_request_names(
     harness.look_up()
     assert set(harness.client.peers) == {peer}
     assert harness.manager._counters["vllm:kvoffd_unknown_hints"] == unknown
+
+
+@pytest.mark.parametrize("params", [{"remote_kv_source": SOURCE}, {"kv_hints": fetch("tcp://node-b:25000")}])
+def test_with_hints_off_no_request_names_a_peer(params: dict[str, Any]) -> None:
+    found = hints_module.read_hints(ReqContext("r", params), "off")
+    assert (found.peer, found.problem) == ("", 'the engine has the option "hints": "off"')
+    assert not hints_module.read_hints(ReqContext("r", {}), "off").problem
 
 
 # --- loads -----------------------------------------------------------------------------------------
@@ -1543,6 +1583,15 @@ def test_what_another_connector_loads_is_not_needed(harness: ManagerHarness) -> 
     report = report_of(harness)
     assert (report.outcome, report.own_keys, report.covered_keys) == (Outcome.NOT_NEEDED, [3], [3])
     assert (report.own_tokens, report.other_tokens) == (0, 3 * CHUNK_TOKENS)
+
+
+def test_a_block_that_another_connector_loads_is_not_its_own_though_a_chunk_has_more() -> None:
+    harness = ManagerHarness((ChunkGroup(0, 8, CHUNK_TOKENS, blocks_per_chunk=8),))
+    harness.new()
+    harness.scan()
+    harness.requests["r"].num_computed_tokens = CHUNK_TOKENS // 8
+    report = report_of(harness)
+    assert (report.own_tokens, report.other_tokens) == (0, CHUNK_TOKENS // 8)
 
 
 def test_the_end_of_a_prompt_in_vllms_own_cache_is_its_own(harness: ManagerHarness) -> None:

@@ -24,11 +24,17 @@ class ChunkGroup:
     Attributes:
         hashes_per_chunk: block hashes of a request that one key covers; the key contains the last one.
         tokens_per_chunk: tokens that one key covers.
+        blocks_per_chunk: the engine's blocks that one key covers.
     """
 
     group_id: int
     hashes_per_chunk: int
     tokens_per_chunk: int
+    blocks_per_chunk: int = 1
+
+    @property
+    def tokens_per_block(self) -> int:
+        return self.tokens_per_chunk // self.blocks_per_chunk
 
     @cached_property
     def suffix(self) -> bytes:

@@ -102,17 +102,19 @@ _random = random.Random()
 def read_hints(context: ReqContext, option: HintsOption = "all") -> RequestHints:
     """Read a request's hints. What cannot be read is logged once."""
     params = context.kv_transfer_params if isinstance(context.kv_transfer_params, dict) else {}
+    source, envelope = params.get(SOURCE_FIELD), context.kv_hints or params.get(FIELD)
+    if option == "off":
+        has_some = source is not None or envelope is not None
+        return RequestHints((), 0, "", _giver_of(""), 'the engine has the option "hints": "off"' if has_some else "")
     peer, unknown, owner, hints, problems = "", 0, "", dict[HintAction, RequestHint](), list[str]()
-    if (source := params.get(SOURCE_FIELD)) is not None:
+    if source is not None:
         try:
             peer = _sendable(_convert(source, _Source).remote_host)
         except ValueError as error:
             problems.append(_log_once(SOURCE_FIELD, error))
             unknown = 1
-    envelope, actions = context.kv_hints or params.get(FIELD), list[Any]()
-    if option == "off" and envelope is not None:
-        problems.append('the engine has the option "hints": "off"')
-    elif envelope is not None:
+    actions = list[Any]()
+    if envelope is not None:
         try:
             actions = _actions_of(envelope)
         except ValueError as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
 from operator import mul
@@ -12,7 +12,7 @@ from vllm.v1.kv_offload.base import LookupResult, OffloadKey
 
 from kvoffd_client.scheduler_client import LookupFuture, StoredKeys
 from kvoffd_client.vllm.chunk_groups import ChunkGroup, wire_keys
-from kvoffd_proto.messages import ABSENT, COMING, READY, WRITING
+from kvoffd_proto.messages import ABSENT, READY, WRITING
 
 HIT, COMES, MISS = b"h", b"c", b"m"
 """Results of a scan, one byte for each chunk: it is ready; it is being promoted, and waited for; neither."""
@@ -56,7 +56,7 @@ class KeyedLookup:
         stored_before: ``stored.count`` when it was sent.
         given_up: the request no longer waits for the answer, but uses it if it comes before the request runs.
         is_read: whether the answer was read.
-        is_coming: some key is being promoted, or a shared store is asked for it.
+        is_coming: some key is being promoted, or a shared store is asked for it, whatever tiers the request allows.
         all_ready: all chunks are ready, and no tail is being promoted.
         least_tokens: tokens that can be loaded for sure: up to the first chunk of some group that is not ready.
         most_tokens: most tokens that can be loaded, by the group with the fewest: up to its last ready chunk, or up to
@@ -113,17 +113,17 @@ class KeyedLookup:
         self.least_tokens = min(map(mul, leading, sizes))
         self.most_tokens = min((chunks + bool(self.tails)) * size for chunks, size in zip(last, sizes, strict=True))
 
-    def has(self, state: int) -> bool:
-        """Return whether some key has this state."""
-        return any(state in states for states in self.future.states)
+    def comes_from(self, tiers: Collection[int]) -> bool:
+        """Return whether some key is being promoted, or may be, from one of these tiers, given by their states."""
+        return self.is_coming and any(state in states for states in self.future.states for state in tiers)
 
-    @property
-    def coming_tokens(self) -> int:
-        """Tokens of the keys that are being promoted, in the group with the most. Of the tails one is loaded."""
+    def tokens_from(self, tiers: Collection[int]) -> int:
+        """Return the tokens of the keys that are being promoted from these tiers, in the group with the most. Of the
+        tails one is loaded."""
         most_tokens = 0
         for (index, chunks), states in zip(self.chunks.items(), self.future.states, strict=False):
-            coming = sum(states.count(state, 0, len(chunks)) for state in COMING)
-            if any(states.count(state, len(chunks)) for state in COMING):
+            coming = sum(states.count(state, 0, len(chunks)) for state in tiers)
+            if any(states.count(state, len(chunks)) for state in tiers):
                 coming += 1  # a tail
             most_tokens = max(most_tokens, coming * self.groups[index].tokens_per_chunk)
         return most_tokens

@@ -142,11 +142,11 @@ def _computed_tokens(state: RequestState, groups: Sequence[ChunkGroup], loaded_t
     connector loads.
 
     vLLM does not say which is which, but counts both as computed. It told the scan of whole blocks in its cache only:
-    what it has beyond these is less than a block, what another connector loads is more.
+    what it has beyond these is less than a block, what another connector loads is a block or more.
     """
     own_tokens = state.request.num_computed_tokens - loaded_tokens
     beyond = own_tokens - state.scan.own_tokens
-    if beyond >= min(one.tokens_per_chunk for one in groups):
+    if beyond >= min(one.tokens_per_block for one in groups):
         return state.scan.own_tokens, beyond
     return own_tokens, 0
 

@@ -17,7 +17,7 @@ from kvoffd_client.vllm.request_lookups import RequestLookups
 from kvoffd_client.vllm.request_state import FoundTokens, RequestState, ScanBasis
 from kvoffd_client.vllm.scans import PreparedScan
 from kvoffd_client.vllm.waits import LONG_AGO, MIN_COMPUTED_S, AnswerWait, EngineClock
-from kvoffd_proto.messages import PENDING
+from kvoffd_proto.messages import SHARED
 
 LOAD_PAUSE_S = 0.05
 """Longest time for which a request that waits for another one's load is not scanned."""
@@ -238,7 +238,7 @@ class PromptWaits:
         if answer is None or answer.future.failed or not answer.usable:
             return None
         self._lookups.read(answer)
-        if answer.is_coming and not state.wait.tier.has_ended and any(map(answer.has, state.tiers)):
+        if not state.wait.tier.has_ended and answer.comes_from(state.tiers):
             return None
         return max(0, answer.least_tokens - own_tokens), max(0, answer.most_tokens - own_tokens)
 
@@ -353,18 +353,19 @@ class PromptWaits:
         be faster than computing it after the earlier prompts. Else it loads the blocks that are ready."""
         tier_wait, answer, client = state.wait.tier, state.answer, self._namespace.client
         was_awaited, tier_wait.is_awaited = tier_wait.is_awaited, False
-        if answer is None or not answer.is_coming or tier_wait.has_ended or not any(map(answer.has, state.tiers)):
+        if answer is None or tier_wait.has_ended or not answer.comes_from(state.tiers):
             return
         if self._lookups.has_failed(state) or not client.ready:
             return  # the daemon does not report promotions
-        now, future, tokens = self._engine_clock.read(), answer.future, answer.coming_tokens
+        now, future, tokens = self._engine_clock.read(), answer.future, answer.tokens_from(state.tiers)
         computed_s, loaded_s = inf, 0.0
         if self._do_no_harm:
             computed_s = self._times.seconds(state.request.request_id, tokens)
             loaded_s = self._harm.load_s(tokens)
         tier_wait.begin(now, min(self._disk_wait_s, computed_s))
+        # The daemon's estimate is of all tiers: that of an excluded one may make the wait seem longer than it is.
         expected_s = max(0.0, future.answered_at + future.wait_s - self._lookups.clock())
-        asks_store = bool(future.asking) and not answer.has(PENDING)
+        asks_store = bool(future.asking) and not answer.comes_from(state.tiers - {SHARED})
         if asks_store:
             expected_s = inf  # a store mostly has no blocks of a new prompt
         is_worth_it = expected_s + loaded_s <= computed_s

@@ -118,8 +118,8 @@ class RequestLookups:
             if state.request.is_finished():
                 continue
             self.take_answer(state)
-            is_coming = state.answer is not None and state.answer.is_coming  # then the next scan decides
-            if state.in_flight is None and not is_coming and self.is_outdated(state):
+            may_wait = state.answer is not None and state.answer.comes_from(state.tiers)  # then the next scan decides
+            if state.in_flight is None and not may_wait and self.is_outdated(state):
                 self.look_up(state)
 
     def look_up(self, state: RequestState) -> None:
@@ -201,7 +201,7 @@ class RequestLookups:
         self.end_lease(state.answer)
         state.answer = answered
         state.wait.promoted.record(answered)
-        if answered.is_coming:
+        if answered.comes_from(state.tiers):
             now = self._engine_clock.read()
             answered_at = now - (self.clock() - answered.future.answered_at)  # by the engine's clock
             state.wait.tier.set_next_lookup(answered_at, now, answered.future.wait_s)
@@ -234,7 +234,7 @@ class RequestLookups:
             return True  # it has generated further chunks
         if answer.all_ready and future.leased:
             return now > future.stale_at - RENEW_BEFORE_S
-        if answer.is_coming and not state.wait.tier.has_ended:
+        if not state.wait.tier.has_ended and answer.comes_from(state.tiers):
             return self._engine_clock.read() >= state.wait.tier.ask_at
         return now - future.answered_at > REFRESH_S * max(1.0, answer.asked_chunks / REFRESH_KEYS)
 

@@ -74,7 +74,7 @@ class KvoffdSpec(OffloadingSpec):
         config, options = self.config, self.options
         hashes = [tokens * self.blocks_per_chunk // self.tokens_per_hash for tokens in self.tokens_per_block]
         groups = tuple(
-            ChunkGroup(group.group_id, count, count * self.tokens_per_hash)
+            ChunkGroup(group.group_id, count, count * self.tokens_per_hash, self.blocks_per_chunk)
             for group, count in zip(config.groups, hashes, strict=True)
         )
 
