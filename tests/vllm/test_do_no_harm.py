@@ -8,7 +8,7 @@ import pytest
 from vllm.config import SchedulerConfig
 from vllm.v1.kv_offload.base import ReqContext
 
-from kvoffd_client.vllm.connector_metadata import WorkerNews
+from kvoffd_client.vllm.connector_metadata import LoadTime, WorkerNews
 from kvoffd_client.vllm.do_no_harm import (
     MIN_LOAD_SAMPLES,
     MIN_WAITS,
@@ -102,7 +102,7 @@ def end_loads(rig: ManagerHarness, count: int, *seconds: float) -> None:
         context = rig.request(f"load {number}", HASHES)
         rig.manager.prepare_load(KEYS, context)
         for worker_s in seconds:
-            rig.manager.handle_news(WorkerNews(load_times={context.req_id: (1000, worker_s)}))
+            rig.manager.handle_news(WorkerNews(load_times={context.req_id: LoadTime(1000, worker_s)}))
         rig.manager.complete_load(KEYS, context)
 
 

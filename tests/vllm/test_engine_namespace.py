@@ -29,7 +29,7 @@ def test_a_client_is_made_once_for_each_namespace() -> None:
     for weights in ("a", "a", "b"):
         namespace.update({0: MemoryState(ONE, weights, namespace.generation)})
         namespace.leave(engine_cache_kept=False)
-        namespace.ask()
+        namespace.want_digests()
     assert [client.closed for client in clients] == [True, False]
 
 
@@ -40,9 +40,9 @@ def test_where_no_client_could_be_made_it_is_tried_after_the_next_reset() -> Non
     for _ in range(3):
         namespace.update({0: MemoryState(ONE, "a", namespace.generation)})
         assert not made or not namespace.serves
-        assert not namespace.engine_cache_stale, "the weights are the same"
+        assert not namespace.engine_cache_has_other_weights, "the weights are the same"
         namespace.leave(engine_cache_kept=True)
-        namespace.ask()
+        namespace.want_digests()
     assert (made, namespace.client) == ([], client)
 
 
@@ -59,7 +59,7 @@ def test_silent_workers_are_asked_again_after_a_reset() -> None:
     assert namespace.current is not None, "the last one was late"
     namespace.leave(engine_cache_kept=False)
     assert namespace.take_message() == (None, None), "nothing is computed yet"
-    namespace.ask()
+    namespace.want_digests()
     assert namespace.take_message() == (1, None)
     namespace.update({rank: MemoryState(ONE, "weights", 1) for rank in range(2)})
     assert namespace.current is not None

@@ -21,6 +21,7 @@ from kvoffd_client import NamespaceSpec, SchedulerClient
 from kvoffd_client.vllm import hint_sender, prompt_queue
 from kvoffd_client.vllm import hints as hints_module
 from kvoffd_client.vllm.adapter_contents import ANSWER_PATIENCE_S, ASK_AGAIN_S
+from kvoffd_client.vllm.adapters import UNREADABLE
 from kvoffd_client.vllm.chunk_groups import NO_LEASE, ChunkGroup
 from kvoffd_client.vllm.connector_metadata import FailedJob, WorkerNews
 from kvoffd_client.vllm.do_no_harm import MIN_LOAD_SAMPLES
@@ -580,7 +581,9 @@ def test_what_comes_from_excluded_tiers_is_asked_for_again_as_rarely_as_what_is_
 )
 def test_only_what_comes_from_allowed_tiers_is_worth_a_wait(tiers: frozenset[int], wait_s: float, asking: int) -> None:
     """One block comes from a disk and takes longer than computing it, or two that a store mostly does not have."""
-    harness = DiskHarness()
+    harness = ManagerHarness()
+    harness.prefill.tokens_per_second = 1000.0
+    context = harness.new()
     harness.manager.requests["r"].tiers = tiers
     for waits in (True, False):
         harness.scan()
@@ -588,7 +591,7 @@ def test_only_what_comes_from_allowed_tiers_is_worth_a_wait(tiers: frozenset[int
             set(), coming={block_hash(1)}, shared={block_hash(2), block_hash(3)}, wait_s=wait_s, asking=asking
         )
         harness.scan()
-        assert (PENDING in harness.results(harness.context)) is waits
+        assert (PENDING in harness.results(context)) is waits
         harness.clock.now += 0.3
 
 
@@ -1202,7 +1205,7 @@ def lora_request(number: int, name: str = "adapter", path: str = "path") -> LoRA
 
 def test_requests_of_an_unknown_adapter_use_nothing(harness: ManagerHarness) -> None:
     """They do not wait for ever, nor where nobody will answer."""
-    for name, contents in (("unseen", None), ("unreadable", {1: ("", b"")}), ("silent", {})):
+    for name, contents in (("unseen", None), ("unreadable", {1: ("", UNREADABLE)}), ("silent", {})):
         harness.report("weights", adapters=contents)
         context = harness.new(name)
         harness.requests[name].lora_request = lora_request(1, name)
@@ -1451,7 +1454,7 @@ def test_what_came_from_a_disk_before_a_preemption_is_found_in_the_pool_afterwar
 def test_a_prompt_that_was_late_uses_the_answer_that_it_has(harness: ManagerHarness) -> None:
     """It was looked up ahead in the end, and waits for space in the KV cache."""
     context = harness.request(ready=HASHES)
-    harness.manager.requests["r"].wait.lookup.gave_up = True
+    harness.manager.requests["r"].wait.lookup.waits_no_more = True
     harness.client.asked[-1][0].stale_at = harness.clock.now + 0.5
     assert harness.scan(), "its lease is renewed"
     assert harness.results(context) == [HIT] * 3

@@ -367,7 +367,7 @@ def test_prompts_shorter_than_a_chunk_take_no_turn_to_be_looked_up(make: Make) -
 def test_a_request_that_gave_up_its_turn_once_waits_for_its_next_lookup(make: Make) -> None:
     engine = make(max_num_seqs=4, blocks=200)
     request = engine.add("r", document(1), max_tokens=200)
-    engine.manager.requests["r"].wait.lookup.gave_up = True
+    engine.manager.requests["r"].wait.lookup.waits_no_more = True
     for _ in range(100):
         engine.step()
     engine.scheduler.running.remove(request)

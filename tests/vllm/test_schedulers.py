@@ -193,7 +193,7 @@ def test_a_request_that_resumes_under_the_second_runner_has_its_new_blocks_alone
 ) -> None:
     """vLLM's own scheduler makes a new request of it there, and the offloading scheduler would store its old blocks.
 
-    0.32 forgets them only where it asks whether the request can be loaded; ``forget_session_blocks`` does in any case.
+    0.32 forgets them only where it asks whether the request can be loaded; ``forget_streamed_blocks`` does in any case.
     """
     config = make_config(model, {"directory": str(tmp_path)})
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")

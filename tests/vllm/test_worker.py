@@ -28,7 +28,7 @@ from kvoffd_client.vllm import spec as spec_module
 from kvoffd_client.vllm import worker as worker_module
 from kvoffd_client.vllm.chunk_groups import KeyedSpec
 from kvoffd_client.vllm.config import ConnectorOptions
-from kvoffd_client.vllm.connector_metadata import FailedJob, WorkerNews
+from kvoffd_client.vllm.connector_metadata import FailedJob, LoadTime, WorkerNews
 from kvoffd_client.vllm.engine_namespace import EngineNamespace, MemoryState
 from kvoffd_client.vllm.kv_memory import NotShareable, RecordedEvent, SharedKvMemory, registration_of
 from kvoffd_client.vllm.spec import KvoffdSpec
@@ -281,7 +281,8 @@ def test_reports_of_ranks_are_merged() -> None:
     second.mark_completed(2)
     failed = FailedJob(2, ErrorCode.SESSION_ENDED, KEYS), FailedJob(2, ErrorCode.NOT_READY)
     first.failed_jobs, second.failed_jobs = [failed[0]], [failed[1]]
-    first.load_times, second.load_times = {"r": (64, 0.5), "s": (32, 0.1)}, {"r": (64, 0.2)}
+    first.load_times = {"r": LoadTime(64, 0.5), "s": LoadTime(32, 0.1)}
+    second.load_times = {"r": LoadTime(64, 0.2)}
     merged = first.aggregate(second)
     assert merged.completed_jobs == {1: 2, 2: 1}
     assert merged.failed_jobs == [*failed], "each has its own reason"

@@ -73,7 +73,10 @@ class AdapterContents:
         if adapter is None or state.adapter.content or state.disabled:
             return True
         content = self.record_content(adapter, state.adapter.reported)
-        state.adapter.content, state.disabled = content or b"", content == UNREADABLE
+        if content == UNREADABLE:
+            state.disabled = True
+        elif content is not None:
+            state.adapter.content = content
         return content is not None
 
     def weights_changed(self, state: RequestState) -> None:
@@ -103,7 +106,10 @@ class AdapterContents:
     def _was_asked_enough(self, own: RequestAdapter) -> bool:
         """Return whether the workers had enough time, and a last question, to report a request's adapter.
 
-        Time alone says nothing: the step of the first question may take long.
+        | last question, after the first | is it enough |
+        |---|---|
+        | less than ANSWER_PATIENCE_S | no: the step of the first question may take as long |
+        | later | ASK_AGAIN_S after the last one |
         """
         if own.asked_at is None or own.last_asked_at - own.asked_at < ANSWER_PATIENCE_S:
             return False
@@ -190,10 +196,10 @@ class AdapterContents:
             if adapter is None or not (is_awaited or is_computed):
                 continue
             content = self._digest_of(adapter)
-            if is_awaited:
-                own.reported = content or own.reported
+            if is_awaited and content not in (None, UNREADABLE):
+                own.reported = content
             if is_computed and adapter.lora_int_id in changed:
-                content = SEVERAL
+                content = SEVERAL  # some of its blocks are of the digest before
             if is_computed and content is not None:
                 self._record_cached(adapter, content)
 

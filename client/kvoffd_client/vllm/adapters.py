@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from vllm.config import LoRAConfig
     from vllm.lora.request import LoRARequest
 
-UNREADABLE = b""
+UNREADABLE = b"unreadable"
 """Replaces the digest of an adapter that could not be read."""
 MAX_REMEMBERED = 10_000
 """Most adapters whose digests a worker remembers."""
@@ -75,7 +75,8 @@ class LiveAdapters:
             number = lora.lora_int_id
             if number in self._loaded_numbers():
                 if number in self._contents:
-                    # Its path does not matter: vLLM uses the adapter with this number.
+                    # vLLM uses the adapter of this number whatever the path of a request says, and the scheduler half
+                    # looks it up by that path.
                     self._contents[number] = lora.lora_path, self._contents[number][1]
                 else:  # it was loaded in an unknown way
                     self._mark_unreadable(number)

@@ -140,7 +140,7 @@ SIGNATURES = {
 """Parameters of functions that the connector calls or replaces."""
 
 HAS_DEFECTS_OF_0_32 = release_of(vllm.__version__) == (0, 32)
-"""Whether this vLLM needs ``forget_session_blocks`` and ``record_scheduled_blocks``."""
+"""Whether this vLLM needs ``forget_streamed_blocks`` and ``record_scheduled_blocks``."""
 
 
 def require_vllm() -> None:
@@ -263,13 +263,13 @@ def check_version(*, strict: bool) -> None:
         raise ValueError(f"kvoffd cannot serve this engine because strict_version is set. {sentence}")
 
 
-def forget_session_blocks(scheduler: Any, request_ids: Iterable[str]) -> None:
+def forget_streamed_blocks(scheduler: Any, request_ids: Iterable[str]) -> None:
     """Make 0.32's offloading scheduler forget the blocks of requests that are scheduled as new.
 
-    0.32 appends the blocks of a new request to those already recorded for it. But the next chunk of a streaming-input
-    session is scheduled as a new request with all blocks of the session, and so is, with Model Runner V2, a request
-    that resumes after a preemption. (For the latter vLLM also forgets the old blocks when it asks whether it can be
-    loaded.)
+    0.32 appends the blocks of a new request to those already recorded for it. But the next part of a streamed input
+    (vLLM's session) is scheduled as a new request with all blocks of the parts before, and so is, with Model Runner V2,
+    a request that resumes after a preemption. (For the latter vLLM also forgets the old blocks when it asks whether it
+    can be loaded.)
     """
     for request_id in request_ids:
         if (status := scheduler._req_status.get(request_id)) is not None:
@@ -316,7 +316,7 @@ def notice_resets(pool: Any, handle_reset: Callable[[], None]) -> None:
     pool.reset_prefix_cache = reset_prefix_cache
 
 
-def fence_no_readers(scheduler: Any, only_read: Callable[[], set[int]]) -> None:
+def skip_fence_for_readers(scheduler: Any, only_read: Callable[[], set[int]]) -> None:
     """Do not wait for stores before a step that only reads their blocks.
 
     When a request begins, vLLM treats all its blocks as blocks to be written, also hits of its own cache.

@@ -16,14 +16,14 @@ from prometheus_client import Gauge
 from kvoffd_client.vllm.compat import (
     HAS_DEFECTS_OF_0_32,
     check_version,
-    fence_no_readers,
-    forget_session_blocks,
+    forget_streamed_blocks,
     notice_resets,
     patch_v2_runner_fence,
     record_new_blocks,
     record_scheduled_blocks,
     require_methods,
     require_vllm,
+    skip_fence_for_readers,
     untested,
 )
 
@@ -169,7 +169,7 @@ class KvoffdConnector(OffloadingConnector):
 
     def _leave_if_changed(self) -> None:
         """Let unsent stores fail if weights or an adapter have changed: their blocks may be of the old or the new."""
-        if self._contents.weights.changed:
+        if self._contents.changed:
             self.connector_worker.worker.leave()
 
     def handle_preemptions(self, kv_connector_metadata: ConnectorMetadata) -> None:
@@ -180,6 +180,12 @@ class KvoffdConnector(OffloadingConnector):
         Starts the step's loads too. vLLM starts them after the model's forward pass, so that on a GPU they would wait
         for it. This pass does not use their blocks, and earlier kernels that did have been launched. All jobs are sent
         in one message.
+
+        | call | submits to ``KvoffdWorker`` | which sends it |
+        |---|---|---|
+        | ``_fence()``, and vLLM's method below | the last step's stores | in it, if some block waits for its store |
+        | ``start_kv_transfers()`` below | the step's loads | by ``flush()`` below, with stores not sent yet |
+        | ``start_load_kv()``, in a step without tokens | the step's own stores | by ``get_finished()`` |
         """
         worker: KvoffdWorker = self.connector_worker.worker
         contents, generation = self._contents, kv_connector_metadata.generation
@@ -208,7 +214,8 @@ class KvoffdConnector(OffloadingConnector):
         metadata: ConnectorMetadata = self._get_connector_metadata()
         self.connector_worker.prepare_store_kv(metadata)
         if metadata.starts_stores:
-            self.connector_worker.start_kv_transfers(OffloadingConnectorMetadata({}, {}))
+            no_more_jobs = OffloadingConnectorMetadata({}, {})  # it also submits the stores that were prepared
+            self.connector_worker.start_kv_transfers(no_more_jobs)
 
     def wait_for_save(self) -> None:
         """Do nothing; see start_load_kv()."""
@@ -233,7 +240,7 @@ class KvoffdConnector(OffloadingConnector):
             weights=contents.digest,
             generation=contents.generation,
             machine=machine_id(),
-            changed=contents.weights.changed,
+            changed=contents.changed,
             registered=worker.registered,
             problem=worker.problem,
             adapters=contents.adapters.contents(),
@@ -262,7 +269,7 @@ class KvoffdConnector(OffloadingConnector):
         record_new_blocks(gpu_block_pool, self._new_blocks)
         if (events := self._manager.stores.events) is not None:
             notice_resets(gpu_block_pool, events.handle_engine_reset)
-        fence_no_readers(self.connector_scheduler, lambda: self._begun_blocks - self._new_blocks)
+        skip_fence_for_readers(self.connector_scheduler, lambda: self._begun_blocks - self._new_blocks)
         super().bind_gpu_block_pool(gpu_block_pool)
 
     def on_new_request(self, request: Request) -> None:
@@ -301,9 +308,9 @@ class KvoffdConnector(OffloadingConnector):
         self._matcher.begin_step()
         self._manager.begin_step(scheduler_output.num_scheduled_tokens.values())
         if scheduler_output.total_num_scheduled_tokens > 0:
-            namespace.ask()  # these tokens need a digest of the weights
+            namespace.want_digests()  # these tokens need a digest of the weights
         if HAS_DEFECTS_OF_0_32:
-            forget_session_blocks(scheduler, [each.req_id for each in scheduler_output.scheduled_new_reqs])
+            forget_streamed_blocks(scheduler, [each.req_id for each in scheduler_output.scheduled_new_reqs])
         meta = super().build_connector_meta(self._as_vllm_reads_it(scheduler_output))
         starts_stores = bool(meta.store_jobs) and not scheduler_output.total_num_scheduled_tokens
         self._has_unsent_stores = bool(meta.store_jobs) and not starts_stores

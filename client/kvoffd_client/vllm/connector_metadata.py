@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
     OffloadingConnectorMetadata,
@@ -33,6 +33,16 @@ class FailedJob:
     error: ErrorCode | None
     keys: Sequence[GroupKeys] = ()
     request_id: str | None = None
+
+
+class LoadTime(NamedTuple):
+    """Tokens of a load, the same on all ranks, and the seconds that it took on one."""
+
+    tokens: int
+    seconds: float
+
+    def slower(self, other: LoadTime | None) -> LoadTime:
+        return other if other is not None and other.seconds > self.seconds else self
 
 
 @dataclass
@@ -68,21 +78,20 @@ class WorkerNews(OffloadingWorkerMetadata):
     Attributes:
         failed_jobs: failures of all ranks: each has its own reason and keys.
         rejected: keys of ended stores that the daemon's policy did not take, of all ranks.
-        load_times: tokens and seconds of successful loads by request, of the slowest rank that reports its end now.
+        load_times: times of successful loads by request, of the slowest rank that reports its end now.
         memory: changed states by rank.
         waited_s: time that vLLM waited for stores, the longest of all ranks.
     """
 
     failed_jobs: list[FailedJob] = field(default_factory=list)
     rejected: list[GroupKeys] = field(default_factory=list)
-    load_times: dict[str, tuple[int, float]] = field(default_factory=dict)
+    load_times: dict[str, LoadTime] = field(default_factory=dict)
     memory: dict[int, MemoryState] = field(default_factory=dict)
     waited_s: float = 0.0
 
     def aggregate(self, other: Any) -> WorkerNews:
         merged = super().aggregate(other)
-        # All ranks have the same tokens of a load, so the larger pair is that of the slower rank.
-        slower = {name: max(load, self.load_times.get(name, load)) for name, load in other.load_times.items()}
+        slower = {name: load.slower(self.load_times.get(name)) for name, load in other.load_times.items()}
         return WorkerNews(
             merged.completed_jobs,
             merged.transfer_stats,

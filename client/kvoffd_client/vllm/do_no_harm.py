@@ -14,7 +14,8 @@ LOAD_SAMPLES = 9
 """Loads remembered for each length."""
 MIN_LOAD_SAMPLES = 5
 MIN_SLOW_LOADS, SLOW_LOADS_S = 2, 10.0
-"""This many loads suffice if together they took this long: five of half a minute each never fit into SAMPLE_AGE_S."""
+"""This many loads suffice if together they took this long: MIN_LOAD_SAMPLES loads of half a minute each, one after the
+other, take longer than SAMPLE_AGE_S, so that the first is forgotten before the last one ends."""
 SAMPLE_AGE_S = 120.0
 """Age after which measurements are ignored, and skipped loads are tried again."""
 MARGIN, MIN_LOSS_S = 2.0, 0.02
@@ -85,7 +86,7 @@ class DoNoHarm:
     @staticmethod
     def _median_s(tokens: int, per_token: Sequence[float]) -> float:
         """Return the seconds for these tokens by the median of loads, 0 if they are too few."""
-        together_s = tokens * sum(per_token)  # what those loads took together, had each this many tokens
+        together_s = sum(tokens * one_s for one_s in per_token)  # had each of those loads this many tokens
         least = MIN_SLOW_LOADS if together_s >= SLOW_LOADS_S else MIN_LOAD_SAMPLES
         return tokens * median(per_token) if len(per_token) >= least else 0.0
 

@@ -117,10 +117,10 @@ class EngineNamespace:
 
     | search | entered | awaits_reports() | steps needed | next |
     |---|---|---|---|---|
-    | UNNEEDED | by leave() | no | no | WANTED by ask() |
-    | WANTED | at the start, by ask() | yes | yes | ASKED by the next step |
+    | UNNEEDED | by leave() | no | no | WANTED by want_digests() |
+    | WANTED | at the start, by want_digests() | yes | yes | ASKED by the next step |
     | ASKED | by a step that asks the workers | for PATIENCE_S | as long | FOUND with the last state; FAILED |
-    | FOUND | with the last worker's state | for the registration | until they know it | UNNEEDED |
+    | FOUND | with the last worker's state | no, awaits_registration() | until they know it | UNNEEDED |
     | FAILED | if workers disagree, or are silent | no | no | UNNEEDED |
 
     ``current`` is the namespace once FOUND. ``registered``: all workers have registered their memory in it. ``serves``:
@@ -135,8 +135,8 @@ class EngineNamespace:
         client: the connection; a stand-in until the namespace is first known.
         generation: counter of resets and changes of weights.
         current: the namespace; None while unknown.
-        engine_cache_stale: whether vLLM's own cache has blocks of other weights than the namespace; then nothing is
-            stored.
+        engine_cache_has_other_weights: whether vLLM's own cache has blocks of other weights than the namespace; then
+            nothing is stored.
         on_leave: called when the weights, or adapters, may have changed.
     """
 
@@ -149,7 +149,7 @@ class EngineNamespace:
         self.client = cast(SchedulerClient, Unconnected())
         self.generation = 0
         self.current: NamespaceSpec | None = None
-        self.engine_cache_stale = False
+        self.engine_cache_has_other_weights = False
         self.on_leave: Callable[[], None] = lambda: None
         self._last_namespace: NamespaceSpec | None = None
         """The one for which ``client`` was made; ``current`` may be unknown again."""
@@ -215,20 +215,23 @@ class EngineNamespace:
         is_known = digests and len(digests) == len(self._memory)
         return hashlib.sha256(b"".join(digests)).digest() if is_known else None
 
-    def awaits_reports(self, patience_s: float = PATIENCE_S) -> bool:
-        """Return whether further steps, even empty ones, may still determine the namespace, or register the workers,
-        within ``patience_s``."""
-        if self._search in (Search.ASKED, Search.FOUND):
-            return self._clock() - self._search_began < patience_s
+    def awaits_reports(self) -> bool:
+        """Return whether further steps, even empty ones, may still determine the namespace."""
+        if self._search is Search.ASKED:
+            return self._clock() - self._search_began < PATIENCE_S
         return self._search is Search.WANTED
+
+    def awaits_registration(self, patience_s: float) -> bool:
+        """Return whether the namespace was found less than ``patience_s`` ago: its workers may still register."""
+        return self._search is Search.FOUND and self._clock() - self._search_began < patience_s
 
     @property
     def needs_steps(self) -> bool:
         """Whether the engine must run steps, even empty ones, to exchange messages with its workers."""
         return self._must_announce or (self.current is None and self.awaits_reports())
 
-    def ask(self) -> None:
-        """Ask the workers in the next step if the namespace is unknown, because it is needed now."""
+    def want_digests(self) -> None:
+        """Ask the workers for their digests in the next step if the namespace is unknown, because it is needed now."""
         if self._search is Search.UNNEEDED:
             self._search = Search.WANTED
 
@@ -289,13 +292,13 @@ class EngineNamespace:
         self._must_announce = False
         self._apart = None
         self._engine_cache_kept = engine_cache_kept
-        self.engine_cache_stale = self.engine_cache_stale and engine_cache_kept
+        self.engine_cache_has_other_weights = self.engine_cache_has_other_weights and engine_cache_kept
         self.on_leave()
 
     def update(self, states: Mapping[int, MemoryState]) -> None:
         """Handle new memory states by rank; decide once, when there is one of each worker: what is decided by does not
         change before the next ``leave()``."""
-        was_complete = len(self._memory) == self._world_size
+        is_decided = len(self._memory) == self._world_size
         for rank, state in states.items():
             if state.generation != self.generation:
                 continue
@@ -306,7 +309,7 @@ class EngineNamespace:
             self._memory[rank] = state
         if self._apart is not None and self._apart.problem and not self._absent_ranks():
             self._apart = None
-        if self.current is None and not was_complete and len(self._memory) == self._world_size:
+        if self.current is None and not is_decided and len(self._memory) == self._world_size:
             self._decide([self._memory[rank] for rank in sorted(self._memory)])
 
     def _decide(self, states: Sequence[MemoryState]) -> None:
@@ -334,7 +337,7 @@ class EngineNamespace:
         self._must_announce, self._search, self._search_began = True, Search.FOUND, self._clock()
         changed = last is not None and last.fingerprint != namespace.fingerprint
         if changed and self._engine_cache_kept:
-            self.engine_cache_stale = True
+            self.engine_cache_has_other_weights = True
             logger.warning(
                 "kvoffd: the weights were changed, but vLLM's own cache was not reset while idle. Nothing is stored "
                 "until it is: call reset_prefix_cache with reset_running_requests and reset_connector."

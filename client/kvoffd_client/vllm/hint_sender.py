@@ -140,8 +140,9 @@ def hinted_hashes(
         size, tokens = group.hashes_per_chunk, group.tokens_per_chunk
         chunks, first = len(hashes) // size, -(-start // tokens)
         last = min(first + int(most_tokens / tokens), chunks)
+        reaches_end = last == chunks
         chosen = list(group.hashes(hashes[first * size : last * size])) if first < last else []
-        if tail_end and last == chunks:
+        if tail_end and reaches_end:
             chosen += found_tails.get(index, ())[:MAX_TAILS]
             if tail_end % size and tail_end <= len(hashes):
                 chosen.append(hashes[tail_end - 1])

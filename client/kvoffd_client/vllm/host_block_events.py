@@ -200,7 +200,7 @@ class HostBlockEvents:
             if not may_follow:
                 continue
             if (withdrawn := self._withdrawn[medium].pop(key, None)) is not None:  # to readers it was never removed
-                published[key], event = withdrawn[1], None
+                published[key], event = withdrawn[1], None  # the blocks behind it begin another event
                 continue
             if (inner := self._inner_hashes(group, key, known)) is None:
                 continue
@@ -235,7 +235,7 @@ class HostBlockEvents:
             last = hash_block_tokens(self._hash_function, last, tokens[at : at + size])
             hashes.append(last)
         per_block = group.hashes_per_chunk // self._blocks_per_chunk
-        *inner, own = hashes[per_block - 1 :: per_block]
+        *inner, own = hashes[per_block - 1 :: per_block]  # of 8 hashes and 4 per block: those at 3 and 7
         return inner if own == key[:-GROUP_ID_BYTES] else None
 
 

@@ -51,12 +51,14 @@ class KeyedLookup:
         tails: hashes of the tails looked up with them, by group on the wire; see ``ScannedTails``.
         sent_at: time when it was sent, by time.monotonic().
         sent_at_engine: the same by the engine's clock (``EngineClock``).
+        tiers: states of the keys that come from tiers which the request allows, as ``RequestState.tiers``.
         only_prefixes: of each group only what is behind its ready chunks without a gap can be used.
         stored: keys that were stored recently, as the client knows them.
         stored_before: ``stored.count`` when it was sent.
         given_up: the request no longer waits for the answer, but uses it if it comes before the request runs.
         is_read: whether the answer was read.
         is_coming: some key is being promoted, or a shared store is asked for it, whatever tiers the request allows.
+        may_wait: some key comes, or may come, from a tier that the request allows.
         all_ready: all chunks are ready, and no tail is being promoted.
         least_tokens: tokens that can be loaded for sure: up to the first chunk of some group that is not ready.
         most_tokens: most tokens that can be loaded, by the group with the fewest: up to its last ready chunk, or up to
@@ -70,19 +72,21 @@ class KeyedLookup:
     tails: Mapping[int, Sequence[bytes]]
     sent_at: float
     sent_at_engine: float
+    tiers: frozenset[int]
     only_prefixes: bool
     stored: StoredKeys
     stored_before: int
     given_up: bool
     is_read: bool = False
     is_coming: bool = False
+    may_wait: bool = False
     all_ready: bool = False
     least_tokens: int = 0
     most_tokens: int = 0
     _found_newer: bool = field(default=False, init=False)
     """Whether something that the answer lacks was stored since, as the last search found."""
     _searched_count: int = field(default=-1, init=False)
-    """``stored.count`` at the last search."""
+    """``stored.count`` at the last search: the number of the last key that it has looked at."""
     _lacks: frozenset[bytes] | None = field(default=None, init=False)
     """All keys that the answer lacks, once they were needed."""
 
@@ -106,6 +110,7 @@ class KeyedLookup:
         """Read the answer once it has come."""
         self.is_read = True
         self.is_coming = any(states.strip(NOT_COMING) for states in self.future.states)
+        self.may_wait = self.is_coming and self.comes_from(self.tiers)
         self.all_ready = not self.is_coming and all(states.count(READY) == len(states) for states in self.states)
         sizes = [group.tokens_per_chunk for group in self.groups]
         leading = [*map(self.leading_ready, range(len(sizes)))]
@@ -115,15 +120,16 @@ class KeyedLookup:
 
     def comes_from(self, tiers: Collection[int]) -> bool:
         """Return whether some key is being promoted, or may be, from one of these tiers, given by their states."""
-        return self.is_coming and any(state in states for states in self.future.states for state in tiers)
+        return any(state in states for states in self.future.states for state in tiers)
 
-    def tokens_from(self, tiers: Collection[int]) -> int:
-        """Return the tokens of the keys that are being promoted from these tiers, in the group with the most. Of the
-        tails one is loaded."""
+    @property
+    def awaitable_tokens(self) -> int:
+        """Tokens of the keys that are being promoted from tiers which the request allows, in the group with the most.
+        Of the tails one is loaded."""
         most_tokens = 0
         for (index, chunks), states in zip(self.chunks.items(), self.future.states, strict=False):
-            coming = sum(states.count(state, 0, len(chunks)) for state in tiers)
-            if any(states.count(state, len(chunks)) for state in tiers):
+            coming = sum(states.count(state, 0, len(chunks)) for state in self.tiers)
+            if any(states.count(state, len(chunks)) for state in self.tiers):
                 coming += 1  # a tail
             most_tokens = max(most_tokens, coming * self.groups[index].tokens_per_chunk)
         return most_tokens
@@ -191,7 +197,7 @@ class KeyedLookup:
         """Return whether keys that the answer lacks were stored after this was sent. Where these may be many, only what
         was stored since the last search is looked at."""
         if stored.forgotten > self.stored_before:
-            return True
+            return True  # some of these keys are not remembered, and may be among those that the answer lacks
         if self.only_prefixes:
             return any(stored.was_stored(key, self.stored_before) for key in self._lacking())
         if self._lacks is None:

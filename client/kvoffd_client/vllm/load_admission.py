@@ -154,7 +154,7 @@ class LoadAdmission:
     def admit_compute(self, request: Request, cached: int) -> bool:
         """Return whether a request may be scheduled in this step without a load; ``cached`` of its tokens are in the
         cache. One whose load failed is passed over once."""
-        failed = self._loaded.get(request)
+        failed = self._loaded.get(request)  # a loaded request is asked for again only after its load failed
         if failed is not None and not failed.passed:
             # vLLM keeps it in kv_holding_waiting, before all others, until it is passed over.
             failed.passed = True
@@ -198,15 +198,24 @@ class LoadAdmission:
         if not others and self._limited_blocks == inf:
             return True
         blocks = self._blocks_of(request.num_tokens + self._drafts, cached)
-        if not others:  # it has at most its own blocks, or those of what was loaded and of the first step's drafts
-            return max(blocks, self._blocks_of(cached, cached) + self._kept_free) <= self._limited_blocks
-        # vLLM keeps blocks free for requests whose load failed, which are those of which nothing is computed.
-        failed = sum(load.blocks for other, load in others.items() if not other.num_computed_tokens)
-        free = self.pool.get_num_free_blocks() if self.pool is not None else inf
-        if failed and blocks + failed + self._kept_free > free:
+        if not others:
+            return self._fits_alone(blocks, cached)
+        if not self._fits_besides_failed(blocks, others):
             return False
         taken = blocks + self._kept_free + sum(load.blocks for load in others.values())
         return taken <= LOADED_SHARE * self._limited_blocks
+
+    def _fits_alone(self, blocks: float, cached: int) -> bool:
+        """Return whether the KV cache has a request's ``blocks``, and those of its load and of the first step's drafts:
+        it never has both at once."""
+        return max(blocks, self._blocks_of(cached, cached) + self._kept_free) <= self._limited_blocks
+
+    def _fits_besides_failed(self, blocks: float, others: dict[Request, Loaded]) -> bool:
+        """Return whether ``blocks`` are free besides those that vLLM keeps for the others whose load failed: those of
+        which nothing is computed."""
+        failed = sum(load.blocks for other, load in others.items() if not other.num_computed_tokens)
+        free = self.pool.get_num_free_blocks() if self.pool is not None else inf
+        return not failed or blocks + failed + self._kept_free <= free
 
     def _blocks_of(self, tokens: int, cached: int) -> float:
         """Return the most blocks that a request of ``tokens``, ``cached`` of them computed, may have at once."""

@@ -24,7 +24,7 @@ from kvoffd_client.vllm.adapter_contents import AdapterContents
 from kvoffd_client.vllm.chunk_groups import ChunkGroup, ChunkGroups, KeyedSpec
 from kvoffd_client.vllm.compute_times import ComputeTimes
 from kvoffd_client.vllm.config import ConnectorOptions
-from kvoffd_client.vllm.connector_metadata import FailedJob, WorkerNews
+from kvoffd_client.vllm.connector_metadata import FailedJob, LoadTime, WorkerNews
 from kvoffd_client.vllm.do_no_harm import DoNoHarm
 from kvoffd_client.vllm.engine_facts import EngineFacts
 from kvoffd_client.vllm.engine_namespace import EngineNamespace
@@ -86,8 +86,8 @@ class KvoffdManager(OffloadingManager):
         self._numbers = count()
         self._failed_jobs: dict[int, None] = {}
         """Ids of jobs that have failed in some worker, oldest first."""
-        self._load_times: dict[str, tuple[int, float]] = {}
-        """Tokens and seconds of loads, by request: of the slowest worker in which each has ended. The others follow."""
+        self._load_times: dict[str, LoadTime] = {}
+        """Times of loads that have not ended in all workers, by request: of the slowest worker so far."""
         self._counters = metrics.Counters()
         self._reports = EngineReports(namespace, clock, self._counters)
         self._engine_clock = EngineClock(clock)
@@ -181,7 +181,7 @@ class KvoffdManager(OffloadingManager):
             self.harm.record_store_wait(news.waited_s)
         for request_id, load in news.load_times.items():
             if request_id in self.lookups.loading:  # else it began before a reset, and vLLM does not handle its end
-                self._load_times[request_id] = max(load, self._load_times.get(request_id, load))
+                self._load_times[request_id] = load.slower(self._load_times.get(request_id))
         for job in news.failed_jobs:
             self._job_failed(job, is_first=job.job_id not in self._failed_jobs)
             self._failed_jobs[job.job_id] = None
@@ -218,9 +218,7 @@ class KvoffdManager(OffloadingManager):
     # --- vLLM's interface ---
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        self._engine_clock.read()  # the time until now is not the new request's
-        if not self.lookups.queue.has_waiting:
-            self._engine_clock.begin_waits()
+        self._engine_clock.begin_wait(is_first=not self.lookups.queue.has_waiting)
         self.waits.skip_pause()
         hints = read_hints(req_context, self._options.hints)
         # kv_load_tiers of the request: the pool is vLLM's primary tier, which requests cannot exclude.

@@ -60,7 +60,15 @@ class PromotedBlocks:
 
 
 def _merged(old: int, new: int) -> int:
-    """Return a chunk's state after an answer: a chunk whose tier is known keeps that while it is ready or lacking."""
+    """Return a chunk's state after an answer: a chunk whose tier is known keeps that while it is ready or lacking.
+
+    | old | new is PENDING or SHARED | ASKED | LACKED | 0: it is ready |
+    |---|---|---|---|---|
+    | 0, of no tier so far | new | ASKED | 0 | 0 |
+    | LACKED | new | ASKED | LACKED | LACKED |
+    | ASKED | new | ASKED | LACKED | ASKED: a store had it |
+    | PENDING or SHARED | new | old | old | old |
+    """
     if new == LACKED:
         return LACKED if old == ASKED else old
     if new == ASKED:

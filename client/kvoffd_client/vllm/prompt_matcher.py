@@ -81,7 +81,7 @@ class PromptMatcher:
         state = manager.requests[request.request_id]
         if self._must_wait(state, own_tokens):
             return None
-        manager.namespace.ask()
+        manager.namespace.want_digests()
         if manager.adapters.await_content(state):
             return None
         has_all = own_tokens >= self._shape.usable_tokens(request.num_tokens, own_tokens)
@@ -114,9 +114,12 @@ class PromptMatcher:
         if admission.waits_for_earlier(request, own_tokens + most):
             return True  # whatever it loads, too much is left to compute
         if admission.has_deferred and self._has_load(request, least, most):
-            return True
+            return True  # it is loaded, after the deferred one
+        if not most:
+            return False  # it computes, and as asked above need not wait for that
+        # Only a scan can tell: it waits if it is loaded, or if it loads so little that too much is left to compute.
         may_wait = admission.has_deferred or admission.waits_for_earlier(request, own_tokens + least)
-        return may_wait and most > 0 and not waits.take_scan(state)
+        return may_wait and not waits.take_scan(state)
 
     def _has_load(self, request: Request, least: int, most: int) -> bool:
         """Return whether vLLM's scan of a request must find a load, and one that is not skipped for being slow, if it
@@ -136,8 +139,9 @@ class PromptMatcher:
             return False
         tail_end = (prompt_tokens - 1) // size  # in hashes
         beyond, hashes = tail_end * size - own_tokens, request.block_hashes
-        is_tail = 0 < beyond < self._shape.block_tokens and tail_end <= len(hashes)
-        if self._pool is None or not is_tail or self._has_drafts:
+        # If the tail ends beyond the next block, that one is missing in vLLM's cache, which then can use no tail there.
+        is_in_next_block = 0 < beyond < self._shape.block_tokens and tail_end <= len(hashes)
+        if self._pool is None or not is_in_next_block or self._has_drafts:
             return True
         return not self._pool.get_cached_block(hashes[tail_end - 1], self._shape.group_ids)
 
@@ -147,7 +151,7 @@ class PromptMatcher:
         """Return the tokens that can be loaded by vLLM's scan of the answer; None if the request must wait."""
         request = state.request
         tokens, _ = self._scan_all(request, own_tokens)
-        if state.scan.tails.wanted:
+        if state.scan.tails.wanted:  # vLLM has asked for these in the scan, see ScannedTails
             if not self._waits.look_up_tails(state, own_tokens):
                 return None
             tokens, _ = self._scan_all(request, own_tokens)

@@ -46,7 +46,7 @@ class PromptOutcomes:
         for state, wait, earlier in undecided:
             self._send(earlier)  # of a load before a reset, whose end vLLM does not report
             if state.was_reported and wait.counted is None:
-                continue
+                continue  # it computes after its load, or was not looked up again: nothing of it is to be counted
             load = self._loading.get(state.request.request_id)
             state.scheduling.unsent_report = report_of(
                 state,

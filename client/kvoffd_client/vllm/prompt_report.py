@@ -162,7 +162,8 @@ def _leading_keys(
         # The last chunk may be loaded in part, and then its key was used: up to the last token, or where other limits
         # end the load. But a load that ends with a tail used the tail's key, not that of the chunk around it.
         end = scan.own_tokens + loaded_tokens
-        if state.tails and not scan.engine_has_all and end < request.num_tokens - 1:
+        ends_before_last_token = end < request.num_tokens - 1
+        if state.tails and not scan.engine_has_all and ends_before_last_token:
             end -= end % groups[0].tokens_per_chunk
         ends = [-(-end // one.tokens_per_chunk) for one in groups]
         return LeadingKeys(whole, own, [*map(min, whole, ends)])

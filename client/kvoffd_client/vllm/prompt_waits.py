@@ -69,8 +69,7 @@ class PromptWaits:
 
     def begin_step(self, *, is_idle: bool) -> None:
         """Begin a step, in which no request runs if it ``is_idle``."""
-        self._engine_clock.read()
-        self._engine_clock.is_idle = is_idle
+        self._engine_clock.begin_step(is_idle=is_idle)
         self._answer_wait.begin_step(is_idle=is_idle)
         self._must_wake = self._may_pause = True
         self._hashes_left = SCANNED_HASHES
@@ -136,7 +135,8 @@ class PromptWaits:
         request_id, tier_wait, ask_order = state.request.request_id, state.wait.tier, None
         if tier_wait.is_awaited:
             self._queue.wait_for_tier(request_id)
-            if state.answer is not None and state.answer.future.asking:  # it asks again in turns with others
+            # It asks again when the first of these does (``Parked.ask_order``), so its own time is only the wait's end.
+            if state.answer is not None and state.answer.future.asking:
                 ask_order, until = state.number, max(until, tier_wait.judge_at)
         parked = Parked(
             own_tokens,
@@ -172,9 +172,9 @@ class PromptWaits:
         elif not self._renew_answer(state, own_tokens):
             return False
         else:
-            is_asked = state.in_flight is not None  # and is late, or would only replace the answer
-            scan.is_late = self._lookups.lacks_answer(state) and (is_asked or wait.lookup.gave_up)
-            may_ask_tails = may_have_tail and not is_asked and not self._lookups.has_failed(state)
+            has_open_lookup = state.in_flight is not None  # one that is late, or would only replace the answer
+            scan.is_late = self._lookups.lacks_answer(state) and (has_open_lookup or wait.lookup.waits_no_more)
+            may_ask_tails = may_have_tail and not has_open_lookup and not self._lookups.has_failed(state)
             scan.show(
                 state.answer, state.tiers if wait.tier.is_awaited else NOTHING_AWAITED, may_ask_tails=may_ask_tails
             )
@@ -184,7 +184,8 @@ class PromptWaits:
     def look_up_tails(self, state: RequestState, own_tokens: int) -> bool:
         """Look up the tails that vLLM wanted in its scan, with the chunks, and prepare a second scan. Returns as
         ``prepare_scan``."""
-        state.tails = self._lookups.groups.hashes_of(reversed(state.scan.tails.wanted))
+        shortest_first = reversed(state.scan.tails.wanted)  # in the order of the prompt, as chunks
+        state.tails = self._lookups.groups.hashes_of(shortest_first)
         self._lookups.look_up(state)
         has_all = state.scan.engine_has_all
         may_scan = self.prepare_scan(state, own_tokens, engine_has_all=has_all, may_have_tail=True)
@@ -192,8 +193,8 @@ class PromptWaits:
         return may_scan
 
     def _renew_answer(self, state: RequestState, own_tokens: int) -> bool:
-        """Take the answer that has come; if it is outdated, look up again, and wait a moment for the next one. Return
-        False if the request waits for that, or for its turn to be looked up: then it is parked."""
+        """Take the answer that has come; if it is outdated, look up again, and take the next one. Return False if the
+        request waits for that, or for its turn to be looked up: then it is parked."""
         wait = state.wait
         if self._lookups.take_answer(state) or state.answer is None:
             # No wait for a tier ends while a lookup is in flight, and where steps are long there would always be one:
@@ -238,7 +239,7 @@ class PromptWaits:
         if answer is None or answer.future.failed or not answer.usable:
             return None
         self._lookups.read(answer)
-        if not state.wait.tier.has_ended and answer.comes_from(state.tiers):
+        if answer.may_wait and not state.wait.tier.has_ended:
             return None
         return max(0, answer.least_tokens - own_tokens), max(0, answer.most_tokens - own_tokens)
 
@@ -280,7 +281,7 @@ class PromptWaits:
             return False
         if namespace.current is None:
             return namespace.awaits_reports()
-        if namespace.awaits_reports(self._deadline_s):
+        if namespace.awaits_registration(self._deadline_s):
             return True
         if not client.ready:
             return False
@@ -310,11 +311,11 @@ class PromptWaits:
         if keys and not self._queue.take_lookup(request_id, keys):
             wait, now = state.wait.lookup, self._engine_clock.read()
             until = wait.begin(now) + self._allowed_s(state, state.request.num_tokens)
-            if now < until and not wait.gave_up:
+            if now < until and not wait.waits_no_more:
                 self._parked.park(request_id, Parked(own_tokens, until, lookup_keys=keys))
                 return False
             if self._queue.is_full:
-                wait.gave_up = True
+                wait.waits_no_more = True
                 return True
         self._lookups.look_up(state)
         return True
@@ -353,11 +354,11 @@ class PromptWaits:
         be faster than computing it after the earlier prompts. Else it loads the blocks that are ready."""
         tier_wait, answer, client = state.wait.tier, state.answer, self._namespace.client
         was_awaited, tier_wait.is_awaited = tier_wait.is_awaited, False
-        if answer is None or tier_wait.has_ended or not answer.comes_from(state.tiers):
+        if answer is None or not answer.may_wait or tier_wait.has_ended:
             return
         if self._lookups.has_failed(state) or not client.ready:
             return  # the daemon does not report promotions
-        now, future, tokens = self._engine_clock.read(), answer.future, answer.tokens_from(state.tiers)
+        now, future, tokens = self._engine_clock.read(), answer.future, answer.awaitable_tokens
         computed_s, loaded_s = inf, 0.0
         if self._do_no_harm:
             computed_s = self._times.seconds(state.request.request_id, tokens)
@@ -365,12 +366,15 @@ class PromptWaits:
         tier_wait.begin(now, min(self._disk_wait_s, computed_s))
         # The daemon's estimate is of all tiers: that of an excluded one may make the wait seem longer than it is.
         expected_s = max(0.0, future.answered_at + future.wait_s - self._lookups.clock())
-        asks_store = bool(future.asking) and not answer.comes_from(state.tiers - {SHARED})
+        asks_store = bool(future.asking) and not answer.comes_from(answer.tiers - {SHARED})
         if asks_store:
             expected_s = inf  # a store mostly has no blocks of a new prompt
         is_worth_it = expected_s + loaded_s <= computed_s
-        tier_wait.doubt(now, is_worth_it=is_worth_it, is_estimated=bool(future.wait_s))
-        if was_awaited and state.in_flight is not None and not state.in_flight.given_up:
-            tier_wait.is_awaited = True  # the next answer shows what was promoted during a step
-            return
-        tier_wait.judge(now, is_worth_it=is_worth_it, asks_store=asks_store)
+        next_answer_comes = was_awaited and state.in_flight is not None and not state.in_flight.given_up
+        tier_wait.judge(
+            now,
+            is_worth_it=is_worth_it,
+            is_estimated=bool(future.wait_s),
+            asks_store=asks_store,
+            next_answer_comes=next_answer_comes,
+        )

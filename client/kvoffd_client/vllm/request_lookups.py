@@ -118,7 +118,7 @@ class RequestLookups:
             if state.request.is_finished():
                 continue
             self.take_answer(state)
-            may_wait = state.answer is not None and state.answer.comes_from(state.tiers)  # then the next scan decides
+            may_wait = state.answer is not None and state.answer.may_wait  # then the next scan decides
             if state.in_flight is None and not may_wait and self.is_outdated(state):
                 self.look_up(state)
 
@@ -147,8 +147,9 @@ class RequestLookups:
             for index, found in chunks.items()
         ]
         stored_before, again = client.stored.count, is_counted or bool(tails)
-        future = client.lookup(message, again, reported=True, peer=state.hints.peer, giver=state.hints.giver)
-        if not again and future.lease_id:
+        future = client.lookup(message, again=again, reported=True, peer=state.hints.peer, giver=state.hints.giver)
+        was_sent = future.lease_id != 0
+        if was_sent and not again:
             wait.counted, wait.counted_by = future, sender
         state.in_flight = state.last = KeyedLookup(
             future,
@@ -158,10 +159,11 @@ class RequestLookups:
             tails,
             sent_at=self.clock(),
             sent_at_engine=self._engine_clock.read(),
+            tiers=state.tiers,
             only_prefixes=self._only_prefixes,
             stored=client.stored,
             stored_before=stored_before,
-            given_up=wait.lookup.gave_up,
+            given_up=wait.lookup.waits_no_more,
         )
         self._counters[metrics.LOOKUPS] += 1
         self.queue.enter_window(request.request_id, request.num_prompt_tokens, request.priority, future)
@@ -201,7 +203,7 @@ class RequestLookups:
         self.end_lease(state.answer)
         state.answer = answered
         state.wait.promoted.record(answered)
-        if answered.comes_from(state.tiers):
+        if answered.may_wait:
             now = self._engine_clock.read()
             answered_at = now - (self.clock() - answered.future.answered_at)  # by the engine's clock
             state.wait.tier.set_next_lookup(answered_at, now, answered.future.wait_s)
@@ -234,7 +236,7 @@ class RequestLookups:
             return True  # it has generated further chunks
         if answer.all_ready and future.leased:
             return now > future.stale_at - RENEW_BEFORE_S
-        if not state.wait.tier.has_ended and answer.comes_from(state.tiers):
+        if answer.may_wait and not state.wait.tier.has_ended:
             return self._engine_clock.read() >= state.wait.tier.ask_at
         return now - future.answered_at > REFRESH_S * max(1.0, answer.asked_chunks / REFRESH_KEYS)
 

@@ -75,7 +75,7 @@ class RequestStores:
         namespace, last, has_ended = self._namespace, state.last, state.request.is_finished()
         if namespace.current is None and namespace.awaits_reports():
             return LATER
-        if namespace.engine_cache_stale or not namespace.serves:
+        if namespace.engine_cache_has_other_weights or not namespace.serves:
             return _nothing()
         may_defer = not self._state_groups or self._state_groups.isdisjoint(map(self._groups.index_of, keys))
         if may_defer and not has_ended and last is not None and self._is_awaited(last):
@@ -158,10 +158,11 @@ class RequestStores:
         if (namespace := self._namespace.current) is None:
             return
         for named in groups:
-            # Not those of a request with an adapter, which on the wire are not vLLM's, nor of a job before a reset.
             hashes, size = named.keys, namespace.key_bytes
             suffix = self._groups[named.group].suffix if named.group < len(self._groups) else b""
             split = (hashes[at : at + size] for at in range(0, len(hashes), size))
+            # Those of a request with an adapter, whose keys on the wire are not vLLM's, and of a job before a reset are
+            # not among the running stores, and left out.
             self._unstored |= {one for one in split if one + suffix in self._storing}
 
     def ended(self, keys: Collection[OffloadKey], *, success: bool) -> None:

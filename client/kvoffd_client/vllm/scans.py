@@ -64,8 +64,9 @@ def leading_hits(results: bytes) -> int | None:
 def last_window(results: bytes, size: int, last_size: int) -> int:
     """Return the end of the last window: ``size`` HITs, or ``last_size`` at the end of ``results``.
 
-    ``last_size`` is not less than ``size``: where the hit ends inside a chunk, its window begins a chunk earlier. If
-    there is no window, return the number of leading HITs. ``results`` has no COMES.
+    ``last_size`` is not less than ``size``: where the hit ends inside a chunk, its window begins a chunk earlier. By
+    vLLM's rule only the window at the end needs that: once there is a gap, a hit ends with a chunk, and ``size`` are
+    enough. If there is no window, return the number of leading HITs. ``results`` has no COMES.
     """
     if results.endswith(HIT * last_size):
         return len(results)

@@ -122,7 +122,7 @@ class KvoffdSpec(OffloadingSpec):
             key_bytes=self.namespace.key_bytes,
             fence_timeout_s=self.options.store_fence_timeout_s,
             keep_leases=self.replicated_layout,
-            stores=not self.replicated_layout or self.config.parallel.rank == 0,
+            hears_of_credit=not self.replicated_layout or self.config.parallel.rank == 0,
             sender=OrderedSender(RecordedEvent) if on_gpu else None,
         )
 

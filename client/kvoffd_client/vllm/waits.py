@@ -67,9 +67,17 @@ class EngineClock:
             self._behind_s += still_s
         return self._read_at - self._behind_s
 
-    def begin_waits(self) -> None:
-        """Have the waits that begin now leave out up to MAX_STOOD_STILL_S again."""
-        self._left_s = MAX_STOOD_STILL_S
+    def begin_step(self, *, is_idle: bool) -> None:
+        """Begin a step, in which no request runs if it ``is_idle``. The time until now is the last step's."""
+        self.read()
+        self.is_idle = is_idle
+
+    def begin_wait(self, *, is_first: bool) -> None:
+        """Begin a prompt's wait, of which the time until now is no part. If it ``is_first``, because nobody waits, up
+        to MAX_STOOD_STILL_S are left out again."""
+        self.read()
+        if is_first:
+            self._left_s = MAX_STOOD_STILL_S
 
 
 class AnswerWait:
@@ -136,12 +144,13 @@ class LookupWait:
     Attributes:
         since: time since which vLLM could not scan it for want of an answer; None while it can.
         late_at: time at which the answer that it waits for is late.
-        gave_up: it waited too long to be looked up, because too many others were, and waits for no answer any more.
+        waits_no_more: it waited too long to be looked up, because too many others were, and waits for no answer any
+            more.
     """
 
     since: float | None = None
     late_at: float = inf
-    gave_up: bool = False
+    waits_no_more: bool = False
 
     def begin(self, now: float) -> float:
         """Begin to wait, unless it does. Return the time since which it waits."""
@@ -192,18 +201,30 @@ class TierWait:
             self.began = self.doubted_since = now
             self.until = now + longest_s
 
-    def doubt(self, now: float, *, is_worth_it: bool, is_estimated: bool) -> None:
-        """Record whether the wait seems worth it now; only an estimate of the daemon ends a doubt."""
+    def judge(
+        self, now: float, *, is_worth_it: bool, is_estimated: bool, asks_store: bool, next_answer_comes: bool
+    ) -> None:
+        """Continue or end the wait.
+
+        | if | it ends |
+        |---|---|
+        | ``next_answer_comes`` | not now |
+        | else it is not worth it, and ``asks_store`` | ASK_SHARE of its longest time after the doubt began |
+        | else it is not worth it | DOUBT_SHARE of its longest time after the doubt began |
+        | else | at ``until`` |
+
+        Args:
+            is_estimated: the daemon said when the blocks come. Only then a wait that is worth it ends a doubt.
+            asks_store: all that comes depends on what a shared store will say.
+            next_answer_comes: an answer is awaited that shows what was promoted during a step.
+        """
         if not is_worth_it:
             self.doubted_since = now if self.doubted_since is None else self.doubted_since
         elif is_estimated:
             self.doubted_since = None
-
-    def judge(self, now: float, *, is_worth_it: bool, asks_store: bool) -> None:
-        """End the wait if its time is over, or it was not worth it for DOUBT_SHARE of the longest wait; else continue.
-
-        ``asks_store``: all that comes depends on what a shared store will say.
-        """
+        if next_answer_comes:
+            self.is_awaited = True
+            return
         assert self.began is not None
         longest_s = self.until - self.began
         doubt_s = max(MIN_COMPUTED_S, DOUBT_SHARE * longest_s)

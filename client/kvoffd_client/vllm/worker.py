@@ -13,7 +13,7 @@ from vllm.v1.kv_offload.base import GPULoadStoreSpec, OffloadingWorker, Transfer
 from kvoffd_client.namespace import NamespaceSpec
 from kvoffd_client.ordered_sender import OrderedSender, StreamMark
 from kvoffd_client.vllm.chunk_groups import NO_LEASE, KeyedSpec
-from kvoffd_client.vllm.connector_metadata import FailedJob, WorkerNews
+from kvoffd_client.vllm.connector_metadata import FailedJob, LoadTime, WorkerNews
 from kvoffd_client.vllm.kv_memory import NotShareable
 from kvoffd_client.vllm.log import logger
 from kvoffd_client.worker_client import Job, WorkerClient
@@ -57,7 +57,8 @@ class KvoffdWorker(OffloadingWorker):
         key_bytes: length of a block hash.
         fence_timeout_s: time that wait() waits for running stores, once no kernel runs.
         keep_leases: other workers load the same shards under a request's lease.
-        stores: whether it stores: of workers that load the same shards one does.
+        hears_of_credit: the daemon tells it the credit of stores: of workers that load the same shards only the one
+            that stores.
         sender: sends jobs after earlier kernels have finished; None on CPU.
     """
 
@@ -69,7 +70,7 @@ class KvoffdWorker(OffloadingWorker):
         key_bytes: int,
         fence_timeout_s: float,
         keep_leases: bool = False,
-        stores: bool = True,
+        hears_of_credit: bool = True,
         sender: OrderedSender | None = None,
     ) -> None:
         self._connect = connect
@@ -81,7 +82,7 @@ class KvoffdWorker(OffloadingWorker):
         self._blocks_per_chunk = blocks_per_chunk
         self._key_bytes = key_bytes
         self._fence_timeout_s = fence_timeout_s
-        self._keep_leases, self._stores = keep_leases, stores
+        self._keep_leases, self._hears_of_credit = keep_leases, hears_of_credit
         self._sender = sender
         self._asleep = False
         self._unsent: dict[int, tuple[GPULoadStoreSpec, bool]] = {}
@@ -125,9 +126,8 @@ class KvoffdWorker(OffloadingWorker):
 
     @property
     def credit_bytes(self) -> int | None:
-        """Bytes of stores that may be outstanding; None while unknown, or if this worker stores nothing: then it does
-        not hear of changes."""
-        if not self._stores or self._client is None or not self._client.ready:
+        """Bytes of stores that may be outstanding; None while unknown, or if it does not hear of changes."""
+        if not self._hears_of_credit or self._client is None or not self._client.ready:
             return None
         return self._client.credit_bytes
 
@@ -228,7 +228,7 @@ class KvoffdWorker(OffloadingWorker):
                 continue
             spec = self._specs.pop(result.job_id, None)
             if spec is not None and spec.request_id is not None and result.seconds is not None:
-                self._news.load_times[spec.request_id] = spec.load_tokens, result.seconds
+                self._news.load_times[spec.request_id] = LoadTime(spec.load_tokens, result.seconds)
             finished.append(TransferResult(result.job_id, True, result.bytes, result.seconds))
         return finished
 

@@ -27,6 +27,11 @@ class WorkerContents:
         self.digest: str | None = None
         self.generation = 0
 
+    @property
+    def changed(self) -> bool:
+        """Whether the weights or an adapter may have changed since the digest was taken: ``weights`` records both."""
+        return self.weights.changed
+
     def find(self, vllm_config: VllmConfig) -> None:
         """Find the models and adapters of the calling worker, and take the first digest."""
         self.weights = LiveWeights.of_caller(experts_elsewhere=has_experts_elsewhere(vllm_config))
@@ -43,4 +48,4 @@ class WorkerContents:
 
     def are_of(self, generation: int | None) -> bool:
         """Return whether the digest is of this generation, and nothing has changed since."""
-        return generation == self.generation and not self.weights.changed
+        return generation == self.generation and not self.changed
