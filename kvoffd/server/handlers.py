@@ -29,6 +29,8 @@ class Pending:
     ``until`` has passed: then it must not return None."""
     until: float = inf
     """Deadline, in the daemon's clock."""
+    charge: Callable[[float], None] | None = None
+    """Is told how many seconds the reply took, its encoding included."""
     request_id: int = field(default=0, init=False)
     session: Session | None = field(default=None, init=False)
     """Session of the request. When it ends, the reply is dropped."""

@@ -7,6 +7,7 @@ A ``Host`` provides clock, threads and memory.
 from __future__ import annotations
 
 import logging
+from functools import partial
 from weakref import WeakSet
 
 from kvoffd.cache.branch_points import BranchPoints
@@ -27,6 +28,7 @@ from kvoffd.server.host import Host
 from kvoffd.server.jobs import Jobs
 from kvoffd.server.known_namespaces import KnownNamespaces, NamespaceUser
 from kvoffd.server.lookups import Lookups
+from kvoffd.server.loop_share import LoopShare
 from kvoffd.server.persistence import State
 from kvoffd.server.registrations import Registrations
 from kvoffd.server.reports import Reports
@@ -44,7 +46,7 @@ from kvoffd.system.rare_warnings import RareWarnings
 from kvoffd.transfer.cuda.gpus import Gpus
 from kvoffd.transfer.engine import CopyEngine, WorkByDirection
 from kvoffd_proto import admin as a
-from kvoffd_proto import codec
+from kvoffd_proto import codec, stats
 from kvoffd_proto import messages as m
 from kvoffd_proto.errors import ErrorCode
 
@@ -56,6 +58,16 @@ MAX_PENDING = 64
 
 NEW_WORK = m.OpenNamespace, m.Register, m.Submit
 """Requests that a stopping daemon refuses."""
+QUESTIONS = (
+    stats.Stats,
+    stats.ListBranchPoints,
+    a.Sessions,
+    a.Namespaces,
+    a.DescribeNamespace,
+    a.ListPrompts,
+    a.ListBlocks,
+)
+"""Requests whose answer grows with what the daemon has. They change nothing, and share a part of the loop's time."""
 NO_MISTAKES = ErrorCode.INTERNAL, ErrorCode.MALFORMED, ErrorCode.TOO_LARGE
 """Errors that a program makes, and no person."""
 
@@ -139,6 +151,7 @@ class Service:
                 Administration(cache),
             )
         )
+        self._loop_share = LoopShare(clock)
         self.pending: list[Pending] = []
         """Replies that are not available yet, oldest first."""
         self.replies: list[tuple[bytes, bytes]] = []
@@ -186,7 +199,10 @@ class Service:
                 # A lookup changes no block, so reports can wait until its reply is sent.
                 if self.cache.prompts.unreported and not isinstance(request, m.Lookup):
                     self.cache.prompts.report()
-                answer = handler(session, request)
+                if isinstance(request, QUESTIONS):
+                    answer = self._loop_share.ask(session, partial(handler, session, request))
+                else:
+                    answer = handler(session, request)
         except Exception as error:
             answer = self.refusal(request_id or codec.request_id_of(frame), error, session)
         if isinstance(answer, Pending):
@@ -273,13 +289,16 @@ class Service:
         assert pending.session is not None
         if pending.session.ended:
             return True
+        started_at = self.clock()
         try:
-            reply = pending.poll(self.clock() >= pending.until)
+            reply = pending.poll(started_at >= pending.until)
         except Exception as error:
             reply = self.refusal(pending.request_id, error, pending.session)
         if reply is None:
             return False
         self._reply(pending.session.route, pending.request_id, reply, pending.session)
+        if pending.charge is not None:
+            pending.charge(self.clock() - started_at)
         return True
 
     def _reply(self, route: bytes, request_id: int, reply: m.AnyReply, session: Session | None) -> None:

@@ -23,7 +23,7 @@ from kvoffd.observe.loop_watch import LoopWatch
 from kvoffd.observe.meters import DAY_S, HOUR_S, MINUTE_S
 from kvoffd.pool.pool import MemoryKind, Pool
 from kvoffd.server.events import EventLog
-from kvoffd.server.handlers import OPERATOR_WAIT_S, Pending, answers, filled
+from kvoffd.server.handlers import answers, filled
 from kvoffd.server.health import HealthWatch
 from kvoffd.server.jobs import Jobs
 from kvoffd.server.lookups import Lookups
@@ -46,11 +46,6 @@ from kvoffd_proto.verdict import judge
 
 LISTED_POINTS = 8
 """Branch points of a namespace that are listed: those behind which the most stored tokens were computed again."""
-STATS_SHARE = 0.25
-"""Share of the loop's time that answers to ``Stats`` may take. With many namespaces one takes milliseconds, in which no
-lookup is answered."""
-STATS_BURST_S = 0.5
-"""Time that they may take beyond that after clients have asked seldom."""
 
 
 @dataclass(eq=False)
@@ -79,25 +74,10 @@ class Statistics:
     def __post_init__(self) -> None:
         self.started_at = self.clock()
         self._settings = [s.SettingInfo(*one) for one in settings_in_force(self.config)]
-        self._left_s, self._left_at = STATS_BURST_S, self.started_at
-        """Seconds that answers to ``Stats`` could take at the time ``_left_at``; below 0 the next one waits."""
 
     @answers(s.Stats)
-    def stats(self, session: Session, message: s.Stats) -> Pending:
-        """Read the statistics: at once, unless clients that ask all the time have used up their share of the loop."""
-
-        def poll(late: bool) -> s.StatsReply | None:
-            asked_at = self.clock()
-            self._left_s = min(STATS_BURST_S, self._left_s + STATS_SHARE * (asked_at - self._left_at))
-            self._left_at = asked_at
-            if self._left_s < 0 and not late:
-                return None
-            found = self.read()
-            # No lower, so that a stop of the process, which looks like a long reading, costs nobody its time.
-            self._left_s = max(-STATS_BURST_S, self._left_s - (self.clock() - asked_at))
-            return s.StatsReply(message.request_id, found)
-
-        return Pending(poll, self.clock() + OPERATOR_WAIT_S)
+    def stats(self, session: Session, message: s.Stats) -> s.StatsReply:
+        return s.StatsReply(message.request_id, self.read())
 
     def read(self) -> s.DaemonStats:
         cache, traffic, curve, jobs = self.cache, self.traffic, self.curve, self.jobs

@@ -27,15 +27,16 @@ from kvoffd.cache.namespace import MissReason, Namespace
 from kvoffd.config import Config, ServerLimits
 from kvoffd.errors import BadBlockIds, KvoffdError
 from kvoffd.server.events import EventLog
-from kvoffd.server.handlers import Pending, handlers_of
+from kvoffd.server.handlers import OPERATOR_WAIT_S, Pending, handlers_of
 from kvoffd.server.jobs import QUIET_S, checked_parts
 from kvoffd.server.lifeline import Connection
 from kvoffd.server.lookups import Lookups
+from kvoffd.server.loop_share import LOOP_BURST_S, LOOP_SHARE
 from kvoffd.server.persistence import State
 from kvoffd.server.scrubber import Scrubber
+from kvoffd.server.service import QUESTIONS
 from kvoffd.server.session import ClientProcess, Session
 from kvoffd.server.sessions import credit_of_all_bytes, may_connect
-from kvoffd.server.stats import STATS_BURST_S, STATS_SHARE
 from kvoffd.server.tier_supervisor import TierSupervisor
 from kvoffd.system.mappings import HostMapping
 from kvoffd.system.rare_warnings import RareWarnings
@@ -750,8 +751,70 @@ def test_a_client_that_asks_for_statistics_all_the_time_gets_a_part_of_the_loop(
             assert isinstance(found, m.LookupReply)
             bench.now += 0.01
             replies = [codec.decode_reply(frame) for _, frame in bench.service.outgoing()[1]]
-    most = STATS_SHARE * seconds + STATS_BURST_S
+    most = LOOP_SHARE * seconds + LOOP_BURST_S
     assert most / 2 < reads * read_s <= most + read_s
+
+
+@pytest.mark.parametrize("kind", QUESTIONS, ids=lambda kind: kind.__name__)
+def test_operators_take_turns_while_one_asks_all_the_time(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, kind: type[m.AnyRequest]
+) -> None:
+    """One who asks now and then waits for one answer to the other, not for all that it has asked."""
+    greedy, polite, gone = (bench.session(m.Role.ADMIN) for _ in range(3))
+    exchange, handler = bench.service.handlers[kind]
+    fields = {"namespace": NAMESPACE, "group": 0, "position": 0, "limit": 1}
+    asked = {name: value for name, value in fields.items() if name in kind.__struct_fields__}
+
+    def slowly(session: Session, request: Any) -> Any:
+        bench.now += 0.1
+        return handler(session, request)
+
+    monkeypatch.setitem(bench.service.handlers, kind, (exchange, slowly))
+
+    def ask(session: Session, request_id: int) -> None:
+        bench.service.handle(session.route, codec.encode(kind(request_id, **asked)))
+
+    def answered() -> list[int]:
+        return [codec.decode_reply(frame).request_id for _, frame in bench.service.outgoing()[1]]
+
+    ids = iter(range(10, 1000))
+    while not bench.service.pending:
+        ask(greedy, next(ids))
+    answered()
+    for _ in range(20):
+        ask(greedy, next(ids))
+    ask(gone, 1)
+    ask(polite, 2)
+    ask(greedy, next(ids))
+    bench.service.sessions.end(gone, lambda: None)
+    order: list[int] = []
+    while 2 not in order:
+        bench.now += 0.01
+        order += answered()
+        ask(greedy, next(ids))
+    assert len(order) == 2
+
+
+def test_a_question_whose_turn_does_not_come_is_refused_in_time(bench: Bench) -> None:
+    """Forty operators ask at once for what takes a second each: those who were first have their answers."""
+    sessions = [bench.session(m.Role.ADMIN) for _ in range(40)]
+    read = bench.service.statistics.read
+
+    def read_slowly() -> DaemonStats:
+        bench.now += 1.0
+        return read()
+
+    bench.service.statistics.read = read_slowly  # type: ignore[method-assign]
+    asked_at, replies = bench.now, list[m.AnyReply]()
+    for session in sessions:
+        replies += bench.ask(session, Stats(1))
+    while len(replies) < len(sessions):
+        bench.now += 0.01
+        replies += [codec.decode_reply(frame) for _, frame in bench.service.outgoing()[1]]
+    refused = [reply for reply in replies if isinstance(reply, m.Error)]
+    assert {error.code for error in refused} == {ErrorCode.TOO_MANY}
+    assert 0 < len(sessions) - len(refused) < 10
+    assert bench.now - asked_at < OPERATOR_WAIT_S + 3
 
 
 def test_a_stop_of_the_daemon_is_no_long_reading_of_statistics(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
