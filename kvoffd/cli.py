@@ -12,8 +12,9 @@ import os
 import sys
 from collections.abc import Sequence
 from errno import ECONNREFUSED, ENOENT
+from pathlib import Path
 from textwrap import wrap
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from kvoffd import __version__
 from kvoffd.config import (
@@ -30,6 +31,9 @@ from kvoffd.config import (
     settings_in_force,
 )
 from kvoffd.errors import KvoffdError
+
+if TYPE_CHECKING:
+    from kvoffd.system.limits import MemoryLimit
 
 EXIT_REFUSED = 2
 _DEFAULTS = Config()
@@ -101,7 +105,7 @@ def _check_machine(config: Config) -> None:
     """
     import socket
 
-    from kvoffd.system.limits import check_fits, memory_limit
+    from kvoffd.system.limits import check_fits
     from kvoffd.system.listening import listen
     from kvoffd_proto.paths import SocketPaths
 
@@ -115,26 +119,27 @@ def _check_machine(config: Config) -> None:
     if config.http_address:
         for listener in listen(*parse_address(config.http_address)):
             listener.close()
-    if _takes_available_memory(config):
-        check_fits(config.pool_bytes, memory_limit())
+    if (limit := _limit_of_new_pool(config)) is not None:
+        check_fits(config.pool_bytes, limit)
 
 
-def _takes_available_memory(config: Config) -> bool:
-    """Return whether a start would make a pool, and not of reserved huge pages, which no other limit counts."""
+def _limit_of_new_pool(config: Config) -> MemoryLimit | None:
+    """Return the memory of which a start would make a pool. None if it would make none, or one of reserved huge pages,
+    which no other limit counts. Raises KvoffdError if the pool file would lie on a disk."""
+    from kvoffd.system.limits import fits_reserved, lies_on_hugetlbfs, memory_limit, tmpfs_limit
+
     if not config.pool_file:
-        from kvoffd.system.limits import fits_reserved
-
-        return not (config.reserved_pages == "auto" and fits_reserved(config.pool_bytes))
+        is_reserved = config.reserved_pages == "auto" and fits_reserved(config.pool_bytes)
+        return None if is_reserved else memory_limit()
     if os.path.exists(config.pool_file):
-        return False
-    from kvoffd.system.mappings import HUGETLBFS_MAGIC, filesystem_magic
-
+        return None
+    path = Path(config.pool_file)
     try:
-        directory_fd = os.open(os.path.dirname(config.pool_file), os.O_PATH | os.O_CLOEXEC)
+        directory_fd = os.open(path.parent, os.O_PATH | os.O_CLOEXEC)
     except OSError:
-        return True
+        return memory_limit()
     try:
-        return filesystem_magic(directory_fd) != HUGETLBFS_MAGIC
+        return None if lies_on_hugetlbfs(directory_fd, path) else tmpfs_limit(directory_fd, path.parent)
     finally:
         os.close(directory_fd)
 

@@ -24,8 +24,16 @@ from kvoffd.system.files import (
     open_directory,
     try_lock,
 )
-from kvoffd.system.limits import MemoryLimit, check_fits, fits_reserved, free_huge_pages, memory_limit
-from kvoffd.system.mappings import HUGETLBFS_MAGIC, TMPFS_MAGIC, filesystem_magic
+from kvoffd.system.limits import (
+    MemoryLimit,
+    check_fits,
+    fits_reserved,
+    free_huge_pages,
+    lies_on_hugetlbfs,
+    memory_limit,
+    tmpfs_limit,
+)
+from kvoffd.system.mappings import HUGETLBFS_MAGIC, filesystem_magic
 from kvoffd.system.numa import NOWHERE
 from kvoffd_proto.units import format_size
 
@@ -213,13 +221,7 @@ class FileBacking:
             ) from error
         self._fd = -1
         with OnError(self.close):
-            magic = filesystem_magic(self._directory_fd)
-            if magic not in (TMPFS_MAGIC, HUGETLBFS_MAGIC):
-                raise KvoffdError(
-                    f"The pool file {path} would lie on a disk: its file system is neither tmpfs nor hugetlbfs. "
-                    "Name a file on one of these, such as /dev/shm/kvoffd.pool."
-                )
-            self._huge = magic == HUGETLBFS_MAGIC
+            self._huge = lies_on_hugetlbfs(self._directory_fd, path)
             self._page_bytes = os.fstatvfs(self._directory_fd).f_bsize
             self._fd = self._claim()
 
@@ -227,13 +229,8 @@ class FileBacking:
         held = held_bytes(os.fstat(self._fd)) if self._fd >= 0 else 0
         if self._huge:
             return MemoryLimit(NO_LIMIT, "huge pages are counted when they are taken")
-        space = os.fstatvfs(self._directory_fd)
-        limits = [memory_limit()]
-        if space.f_blocks:  # else the file system was mounted without a limit
-            free = space.f_bavail * space.f_frsize
-            limits.append(MemoryLimit(free, f"free space on {self._path.parent}; see df, and mount's option size"))
-        least = min(limits, key=lambda limit: limit.bytes)
-        return MemoryLimit(least.bytes + held, least.source)
+        limit = tmpfs_limit(self._directory_fd, self._path.parent)
+        return MemoryLimit(limit.bytes + held, limit.source)
 
     def find(self, geometry: TableGeometry) -> Memories | None:
         if self._fd < 0:

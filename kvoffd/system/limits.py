@@ -80,6 +80,28 @@ def memory_limit(
     return min(limits, key=lambda limit: limit.bytes)
 
 
+def lies_on_hugetlbfs(directory_fd: int, path: Path) -> bool:
+    """Return whether a pool file in this directory would, not on tmpfs. Raises KvoffdError if on neither."""
+    from kvoffd.system.mappings import HUGETLBFS_MAGIC, TMPFS_MAGIC, filesystem_magic  # with NumPy
+
+    magic = filesystem_magic(directory_fd)
+    if magic not in (TMPFS_MAGIC, HUGETLBFS_MAGIC):
+        raise KvoffdError(
+            f"The pool file {path} would lie on a disk: its file system is neither tmpfs nor hugetlbfs. "
+            "Name a file on one of these, such as /dev/shm/kvoffd.pool."
+        )
+    return magic == HUGETLBFS_MAGIC
+
+
+def tmpfs_limit(directory_fd: int, directory: Path) -> MemoryLimit:
+    """Return the least of ``memory_limit`` and the free space of the tmpfs in which a directory is."""
+    space, limit = os.fstatvfs(directory_fd), memory_limit()
+    free_bytes = space.f_bavail * space.f_frsize
+    if not space.f_blocks or limit.bytes <= free_bytes:  # mounted without a limit, or with a larger one
+        return limit
+    return MemoryLimit(free_bytes, f"free space on {directory}; see df, and mount's option size")
+
+
 def default_huge_page_bytes() -> int:
     """Return the size of the kernel's usual huge pages; 0 if it has none."""
     return _meminfo("Hugepagesize:")

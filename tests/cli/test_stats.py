@@ -56,6 +56,15 @@ def stats(cli: Cli, *words: str) -> Any:
     return json.loads(done.out)
 
 
+@pytest.mark.parametrize("section", ["pool", "namespaces", "tiers", "policy", "settings"])
+def test_json_of_a_part_has_its_fields_of_the_whole(section: str, cli: Cli) -> None:
+    part, whole = stats(cli, section), stats(cli)
+    assert part
+    assert part.keys() < whole.keys()
+    if section in ("pool", "settings"):  # nothing of these changes while nobody asks
+        assert part == {name: whole[name] for name in part}
+
+
 def test_hits_misses_and_loads_are_those_that_there_were(cli: Cli) -> None:
     wait_until(lambda: stats(cli)["since_start"]["asked_keys"] == 9)
     wait_until(lambda: stats(cli)["since_start"]["prompt_tokens"])

@@ -11,7 +11,7 @@ import pytest
 from tests.kit.checked import CheckedEngine
 from tests.kit.command import run_daemon_here
 from tests.kit.daemon import DaemonProcess
-from tests.kit.linux import Cgroup, cgroup, run
+from tests.kit.linux import Cgroup, cgroup, run, tmpfs
 from tests.kit.waiting import wait_until
 
 MIB = 1 << 20
@@ -85,6 +85,18 @@ def test_config_checks_no_other_memory_for_a_pool_of_huge_pages(tmp_path: Path) 
             assert ended.returncode == status, ended.stderr
     finally:
         run("umount", "-l", tmp_path)
+
+
+def test_config_and_start_refuse_a_pool_file_for_the_same_reason(tmp_path: Path) -> None:
+    """A small file system in memory, and one on a disk."""
+    with tmpfs(tmp_path / "small", "4m") as small:
+        for directory, why in ((small, f"free space on {small}"), (Path("/usr"), "would lie on a disk")):
+            for command in ("serve", "config"):
+                pool = ("--pool-size", "8MiB", "--pool-file", f"{directory}/{tmp_path.name}.pool")
+                ended = run_daemon_here(command, *pool, "--directory", str(tmp_path / "run"), KVOFFD_HTTP_ADDRESS="")
+                assert ended.returncode == 2
+                assert why in ended.stderr
+        assert [*small.iterdir()] == []
 
 
 def test_a_limit_of_huge_pages_is_named(huge: Path) -> None:

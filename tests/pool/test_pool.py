@@ -300,7 +300,8 @@ def test_a_measurement_for_which_there_is_no_thread_is_left_out(monkeypatch: pyt
 
 def test_memory_that_a_pool_has_already_is_there_for_it(pool_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else a daemon that starts again would be refused on a machine that its pool nearly fills."""
-    monkeypatch.setattr(backing_module, "memory_limit", lambda: MemoryLimit(1000, "what is free"))
+    for module in (backing_module, limits):
+        monkeypatch.setattr(module, "memory_limit", lambda: MemoryLimit(1000, "what is free"))
 
     def limit(backing: MemfdBacking | FileBacking) -> int:
         with closing(backing):

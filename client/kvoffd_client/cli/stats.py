@@ -78,6 +78,16 @@ class Section(StrEnum):
     SETTINGS = "settings"
 
 
+FIELDS = {
+    Section.POOL: ("pool",),
+    Section.NAMESPACES: ("namespaces",),
+    Section.TIERS: ("tiers", "disks", "shared", "lent"),
+    Section.POLICY: ("policy", "policy_bytes", "ghost_entries", "curve", "curve_seen_bytes", "learned"),
+    Section.SETTINGS: ("settings",),
+}
+"""Fields of the statistics that ``--json`` has of a part, under the names that they have among all."""
+
+
 def stats(
     section: Annotated[Section | None, typer.Argument(metavar="SECTION", help="Show only this part.")] = None,
     misses: Annotated[bool, typer.Option("--misses", help="Show misses by reason.")] = False,
@@ -99,8 +109,10 @@ def stats(
     else:
         with open_admin(directory) as admin:
             now = admin.stats()
-    if json:
-        print_json({name: one.misses for name, one in _windows(now).items()} if misses else now)
+    if json and misses:
+        print_json({name: one.misses for name, one in _windows(now).items()})
+    elif json:
+        print_json({name: getattr(now, name) for name in FIELDS[section]} if section else now)
     elif misses:
         _misses(now)
     elif section is Section.POOL:
