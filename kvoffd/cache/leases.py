@@ -18,6 +18,8 @@ from kvoffd_proto.errors import ErrorCode
 
 ENDED_AT_ONCE, UNPINNED_AT_ONCE = 256, 4096
 """Leases that one step ends, or unpins; and blocks, with those of its last lease, after which it stops."""
+STEPS_FOR_A_LOOKUP = 4
+"""Steps of unpinning that a lookup takes whose lease would be cut because of blocks that ended leases still pin."""
 CLAIM_S = 10.0
 """Time for which a session whose lookup was cut by the limit of leases counts as one that has some."""
 
@@ -159,10 +161,14 @@ class Leases:
             self._life.tiers.lease_ended(lease)
 
     def _unpin_for(self, session: int, nbytes: int) -> None:
-        """Unpin blocks of ended leases, which must not keep a new one small, until a session may pin these bytes."""
+        """Unpin blocks of ended leases, which should not keep a new one small, until a session may pin these bytes."""
         fits_share = self.of(session).nbytes + nbytes <= self._share_bytes(session)
         most_bytes = self.most_bytes if fits_share else self._unshared_bytes  # beyond its share it may only use these
-        while self._to_unpin and self._blocks.pinned_bytes + nbytes > most_bytes:
+        for _ in range(
+            STEPS_FOR_A_LOOKUP
+        ):  # more would keep the loop: others may pin the same blocks, so none gets free
+            if not self._to_unpin or self._blocks.pinned_bytes + nbytes <= most_bytes:
+                break
             self.unpin_some()
 
     def _lease_fresh(self, lease: Lease, ready: BlockIds) -> tuple[BlockIds, int]:

@@ -117,7 +117,7 @@ class Prompts:
                 found = part.chain
                 if found is not None and found.ready_prefix < len(part.reasons) and not found.group.retired:
                     self._computing.record_lacking(found.group, found.keys, part.reasons, prompt_hash)
-        for watcher in self.watchers:
+        for watcher in tuple(self.watchers):  # one may remove itself
             watcher(chains)
 
     def offered(self, group: Group, keys: bytes) -> None:

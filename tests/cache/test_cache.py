@@ -14,10 +14,10 @@ import kvoffd.pool.slot_table
 from kvoffd.cache import POLICY_NAMES
 from kvoffd.cache.asked_keys import TAKEN_AT_ONCE
 from kvoffd.cache.block_life import ABANDONED_S
-from kvoffd.cache.leases import CLAIM_S
+from kvoffd.cache.leases import CLAIM_S, STEPS_FOR_A_LOOKUP
 from kvoffd.cache.namespace import MissReason, Namespace, NamespaceSnapshot
 from kvoffd.cache.open_namespaces import KNOWN_RESETS
-from kvoffd.cache.policy import Admission
+from kvoffd.cache.policy import Admission, Chain
 from kvoffd.cache.prompts import MAX_UNREPORTED
 from kvoffd.cache.states import DROPPED, FREE, READY
 from kvoffd.cache.tickets import StorePart, StoreTicket
@@ -726,6 +726,21 @@ def test_a_lookup_of_several_groups_is_cut_to_the_same_part_of_each() -> None:
     check_invariants(rig.cache)
 
 
+def test_a_watcher_that_removes_itself_keeps_no_other_from_a_report() -> None:
+    rig, noted = CacheRig(16, 4), list[str]()
+    watchers = rig.cache.prompts.watchers
+
+    def once(chains: Sequence[Chain]) -> None:
+        noted.append("once")
+        watchers.remove(once)
+
+    watchers += [once, lambda chains: noted.append("always")]
+    for lease_id in (1, 2):
+        rig.cache.lookup(rig.open("a"), 1, lease_id, [(0, keys_of(1))])
+        rig.cache.prompts.report()
+    assert noted == ["once", "always", "always"]
+
+
 def test_requests_are_reported_once_and_a_benchs_never() -> None:
     rig = CacheRig(16, 4)
     noted: list[list[bytes]] = []
@@ -908,6 +923,23 @@ def test_the_leases_of_many_namespaces_or_sessions_that_end_together_are_unpinne
         hold(rig, namespace, keys_of(0), lease_id=number)
     rig.cache.reset(*spaces)
     assert len(rig.cache.leases.by_id) == 3
+    check_invariants(rig.cache)
+
+
+def test_a_lookup_that_is_cut_looks_at_some_ended_leases_only() -> None:
+    """They pin what another session holds too: it went through all of them, and the loop stood still."""
+    rig = full_rig(16)
+    namespace = rig.open("a")
+    rig.store(namespace, keys_of(*range(12)))
+    rig.cache.leases.most_bytes = 8 * rig.unit
+    assert leased(rig, namespace, SESSION + 1, 1_000, *range(8)) == 8
+    for number in range(20):
+        hold(rig, namespace, keys_of(0), lease_id=number)
+    rig.cache.leases.ended_at_once = 2
+    assert rig.cache.end_session(SESSION) == 20
+    assert leased(rig, namespace, SESSION + 2, 1_001, *range(8, 12)) == 0
+    left = sum(lease.session == SESSION for lease in rig.cache.leases.by_id.values())
+    assert left == 20 - 2 * STEPS_FOR_A_LOOKUP
     check_invariants(rig.cache)
 
 
