@@ -160,11 +160,14 @@ class FillQueue:
 
 
 class Blocked(NamedTuple):
-    """Reason for which a queue cannot begin its next block, and the time since which it cannot."""
+    """Reason for which a queue cannot begin its next block, and since when."""
 
     reason: NotRead
     """Reason with which its fills fail if it is blocked for as long as a block may take to read."""
     since: float
+    """Time since which it cannot."""
+    tried_at: float
+    """Time of the last attempt to begin it, which found the reason again."""
 
 
 @dataclass(slots=True, eq=False)
@@ -426,9 +429,12 @@ class Promotions:
         order.reserved_bytes += nbytes
         self._cache.leases.withheld_bytes += nbytes
 
-    def set_blocked(self, queue: FillQueue, reason: NotRead) -> None:
-        """Record why a queue cannot begin now. The time since which it cannot stays."""
-        queue.blocked = Blocked(reason, queue.blocked.since if queue.blocked else self._clock())
+    def set_blocked(self, queue: FillQueue, reason: NotRead, waited_s: float = 0.0) -> None:
+        """Record why a queue cannot begin now. The time since which it cannot stays, unless it is to count as blocked
+        for ``waited_s`` already."""
+        now = self._clock()
+        since = min(now - waited_s, queue.blocked.since if queue.blocked else now)
+        queue.blocked = Blocked(reason, since, tried_at=now)
 
     def count(self, queue: FillQueue, *, queued: int = 0, under_way: int = 0) -> None:
         """Add to the numbers of a queue's blocks that wait and that are under way, and to what follows from them. Drop

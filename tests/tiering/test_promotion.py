@@ -1008,6 +1008,29 @@ def test_what_was_blocked_for_long_takes_its_turn_all_the_same(rig: TieringHarne
     rig.check()
 
 
+def test_a_large_block_without_slots_is_not_waited_for_longer_while_small_ones_are_read() -> None:
+    rig = TieringHarness(settings=QUIET, regions=8)
+    large, small, rounds = rig.open("large", sizes=(4 * UNIT,)), rig.open("small"), 3
+    rig.put_in_tier(large, keys_of(0))
+    rig.put_in_tier(small, keys_of(*range(3 * rounds)))
+    stored = rig.begin(small, 0, 0, keys_of(*range(100, 100 + len(rig.slots.in_use) - 3)))
+    look_up(rig, large, 1, keys_of(0))
+    for number in range(rounds):
+        look_up(rig, small, 2, keys_of(*range(3 * number, 3 * number + 3)), session=2)
+        rig.tiering.pump()
+        rig.clock.now += 0.5 * QUIET.deadline_s
+        assert len(rig.source.reads.under_way) == 3, "the source is busy whenever a tick comes"
+        assert not rig.source.failures
+        rig.tiering.tick()
+        rig.tier.end_all()
+        rig.cache.end_session(2)
+    assert rig.source.failures == {"no_space": 1}
+    assert rig.cache.leases.by_id[1].coming == 0
+    rig.cache.stores.abort(stored)
+    rig.cache.end_session(1)
+    rig.check()
+
+
 @pytest.mark.parametrize("policy", POLICY_NAMES)
 def test_what_a_prefetch_brings_up_behind_an_old_root_is_not_evicted_next(policy: str) -> None:
     rig = TieringHarness(settings=QUIET, regions=4, policy=policy)
