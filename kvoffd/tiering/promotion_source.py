@@ -171,7 +171,7 @@ class PromotionSource:
             for fill in compress(batch, states):  # the pool has its block by now: FREE is 0
                 promotions.settle(fill, CAME)
             lacking = list(compress(batch, map(not_, states)))
-            tickets = stores.begin_fills(group, [fill.key for fill in lacking])
+            tickets = stores.begin_fills(group, [fill.key for fill in lacking])  # of the first ones, if slots run out
             is_busy = not self._begin_reads(queue, dict(zip(lacking, tickets, strict=False)))
         except BaseException:
             for fill in batch:  # lookups must not wait for fills that are neither running nor queued

@@ -172,7 +172,7 @@ class Blocked(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class AwaitingLookup:
-    """What a lookup waits for, of all its groups and sources: also what it was split into or repeated as under one
+    """The blocks that a lookup waits for, of all its groups and sources: also what it was split into or repeated as under one
     lease. Space is reserved for all of its queues or none: two prompts with a part each would wait for one another."""
 
     lease: Lease
@@ -270,7 +270,7 @@ class Promotions:
                     part.mark(places[number:], refusal)
                     return
                 fill = self._new_fill(lookup, part, place, queues)
-            elif not fill.queue.is_reserved:
+            elif not fill.queue.is_reserved:  # else it has its space, with whom it got that does not matter any more
                 self._join(lookup.awaiting, fill.queue)
             if lease not in fill.leases:
                 lookup.promotable_bytes -= part.group.block_bytes
@@ -320,6 +320,7 @@ class Promotions:
             return MissReason.SKIPPED
         if lookup.promotable_bytes < block_bytes:
             return MissReason.LEASE_LIMIT
+        # If leases cannot pin all new fills of a lookup now, the last ones would wait for space.
         if not lookup.may_wait and lookup.new_bytes + block_bytes > self._cache.leases.leasable_bytes:
             last_reason = self._cache.life.reasons_of(part.group, part.keys[place])[0]
             if session == NO_SESSION or last_reason in (MissReason.NO_SPACE, MissReason.QUOTA):

@@ -60,7 +60,7 @@ class CurrentLookup:
     missed for want of space: a store had not answered the first lookup, or the key had space then. A key that got no
     space in its patience does not wait again."""
     awaiting: AwaitingLookup
-    """What it waits for, under the same lease from earlier requests too."""
+    """The blocks that it waits for, under the same lease from earlier requests too."""
     new_bytes: int = 0
     """Pool bytes of its new fills."""
     asking_bytes: int = 0
