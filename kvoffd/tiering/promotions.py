@@ -172,8 +172,9 @@ class Blocked(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class AwaitingLookup:
-    """The blocks that a lookup waits for, of all its groups and sources: also what it was split into or repeated as under one
-    lease. Space is reserved for all of its queues or none: two prompts with a part each would wait for one another."""
+    """The blocks that a lookup waits for, of all its groups and sources: also those of its other requests under the
+    same lease. Space is reserved for all of its queues or none: two prompts with a part each would wait for one
+    another."""
 
     lease: Lease
     fills: dict[Fill, bytes] = field(default_factory=dict)
