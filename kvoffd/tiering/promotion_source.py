@@ -18,7 +18,7 @@ from kvoffd.cache.namespace import MissReason
 from kvoffd.cache.tickets import FillTicket
 from kvoffd.system.calls import call_each
 from kvoffd.tiering import TieringSettings
-from kvoffd.tiering.promotions import SETTLED, Blocked, Fill, FillQueue, FillState, NotRead, Promotions, ReadOrder
+from kvoffd.tiering.promotions import SETTLED, Fill, FillQueue, FillState, NotRead, Promotions, ReadOrder
 from kvoffd.tiering.read_speed import ReadSpeed
 from kvoffd.tiers.header import Block
 from kvoffd.tiers.tier import ABSENT, ReadEnd, Result, Tier
@@ -141,7 +141,7 @@ class PromotionSource:
             if not self._promotions.reserve(queue):
                 unreserved += 1
                 if unreserved > MAX_WITHOUT_SPACE:  # as if it had waited long enough: the next tick fails it
-                    queue.blocked = Blocked(NotRead.NO_SPACE, self._clock() - self.patience_s)
+                    self._promotions.set_blocked(queue, NotRead.NO_SPACE, self.patience_s)
                 continue
             if block_bytes >= too_large_bytes:
                 self._promotions.set_blocked(queue, NotRead.NO_SPACE)
@@ -171,7 +171,7 @@ class PromotionSource:
             for fill in compress(batch, states):  # the pool has its block by now: FREE is 0
                 promotions.settle(fill, CAME)
             lacking = list(compress(batch, map(not_, states)))
-            tickets = stores.begin_fills(group, [fill.key for fill in lacking])
+            tickets = stores.begin_fills(group, [fill.key for fill in lacking])  # of the first ones, if slots run out
             is_busy = not self._begin_reads(queue, dict(zip(lacking, tickets, strict=False)))
         except BaseException:
             for fill in batch:  # lookups must not wait for fills that are neither running nor queued
@@ -187,8 +187,8 @@ class PromotionSource:
             promotions.set_blocked(queue, NotRead.NO_SPACE)
             return _BatchEnd.NO_SLOTS
         # As if it had waited long enough: a queue may be too long to fail in one call.
-        reason = NotRead.QUOTA if cause == "quota" else NotRead.NO_SPACE
-        queue.blocked, self.has_overdue = Blocked(reason, self._clock() - self.patience_s), True
+        promotions.set_blocked(queue, NotRead.QUOTA if cause == "quota" else NotRead.NO_SPACE, self.patience_s)
+        self.has_overdue = True
         return _BatchEnd.NEVER_SLOTS
 
     def _begin_reads(self, queue: FillQueue, tickets: dict[Fill, FillTicket]) -> bool:
@@ -275,9 +275,10 @@ class PromotionSource:
             return False
         if is_reserved and not is_away:
             # The reservation that it had before says nothing about slots: a read is tried, which unblocks the queue if
-            # there are some by now.
+            # there are some by now. While others are read there may never be bytes for one here. Then it is tried in
+            # its turn, and if that finds no slots after its patience either, it has waited long enough.
             if not self.reads.free_blocks(queue.group.block_bytes):
-                return False  # it is tried in its turn
+                return queue.blocked.tried_at - queue.blocked.since >= self.patience_s
             self._begin_batch(queue, list(islice(queue.fills, 1)))
         return queue.blocked is not None
 

@@ -131,6 +131,7 @@ def _build_layout(
         raise BadGeometry(f"A shard of group {group} would have {shard_bytes} bytes; register fewer blocks per key.")
     offsets = accumulate((blocks_per_key * page_bytes for *_, page_bytes in runs), initial=0)
     return GroupLayout(
+        # The last of the offsets is the slot's end.
         layers=np.array([(*run, offset) for run, offset in zip(runs, offsets, strict=False)], np.uint64),
         blocks_per_key=blocks_per_key,
         block_limit=min(tensors[page.tensor].num_blocks for page in pages),

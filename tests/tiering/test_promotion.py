@@ -487,7 +487,7 @@ def test_a_lookup_for_which_nothing_comes_up_leaves_nothing_behind(rig: TieringH
     rig.stop_waiting()
     assert look_up(rig, space, 1, keys_of(1)) == bytes([ABSENT])
     assert not rig.cache.leases.by_id
-    assert not rig.tiering.promotions.fills_of_lease
+    assert not rig.tiering.promotions.awaiting
 
 
 def test_who_shares_the_beginning_of_a_prompt_waits_for_its_own_blocks_only() -> None:
@@ -566,6 +566,26 @@ def test_prompts_that_have_a_part_each_do_not_keep_each_other_from_the_rest() ->
     rig.bring_up()
     assert look_up(rig, space, 5, second) == bytes([READY] * 12)
     assert not rig.source.failures
+    rig.cache.end_session(1)
+    rig.check()
+
+
+def test_requests_of_one_lookup_get_space_together() -> None:
+    """The pool holds one of two prompts, each of which asks in two requests under one lease."""
+    rig = TieringHarness(settings=QUIET, regions=5)
+    space = rig.open()
+    rig.put_in_tier(space, keys_of(*range(12), *range(20, 32)))
+    pinned = pin_others(rig, space, 100)
+    for part in (range(6), range(6, 12)):
+        for lease, first in ((1, 0), (2, 20)):
+            look_up(rig, space, lease, keys_of(*(first + key for key in part)))
+    rig.bring_up()
+    assert [rig.cache.leases.by_id[lease].coming for lease in (1, 2)] == [0, 12]
+    rig.cache.leases.end(1, [1])
+    rig.bring_up()
+    assert rig.cache.leases.by_id[2].coming == 0
+    assert not rig.source.failures
+    rig.cache.life.unpin(pinned)
     rig.cache.end_session(1)
     rig.check()
 
@@ -1005,6 +1025,29 @@ def test_what_was_blocked_for_long_takes_its_turn_all_the_same(rig: TieringHarne
     rig.bring_up()
     rig.bring_up()
     assert look_up(rig, space, 4, keys_of(1, 2, 3)) == bytes([READY] * 3)
+    rig.check()
+
+
+def test_a_large_block_without_slots_is_not_waited_for_longer_while_small_ones_are_read() -> None:
+    rig = TieringHarness(settings=QUIET, regions=8)
+    large, small, rounds = rig.open("large", sizes=(4 * UNIT,)), rig.open("small"), 3
+    rig.put_in_tier(large, keys_of(0))
+    rig.put_in_tier(small, keys_of(*range(3 * rounds)))
+    stored = rig.begin(small, 0, 0, keys_of(*range(100, 100 + len(rig.slots.in_use) - 3)))
+    look_up(rig, large, 1, keys_of(0))
+    for number in range(rounds):
+        look_up(rig, small, 2, keys_of(*range(3 * number, 3 * number + 3)), session=2)
+        rig.tiering.pump()
+        rig.clock.now += 0.5 * QUIET.deadline_s
+        assert len(rig.source.reads.under_way) == 3, "the source is busy whenever a tick comes"
+        assert not rig.source.failures
+        rig.tiering.tick()
+        rig.tier.end_all()
+        rig.cache.end_session(2)
+    assert rig.source.failures == {"no_space": 1}
+    assert rig.cache.leases.by_id[1].coming == 0
+    rig.cache.stores.abort(stored)
+    rig.cache.end_session(1)
     rig.check()
 
 
