@@ -178,12 +178,12 @@ class HelperProcess:
             why = self.problem or "The helper process for peers has not started yet."
             raise StoreError(StoreFault.HELPER, why)
 
-    def send(self, data: bytes, timeout_s: float = 0.0) -> bool:
-        """Send a frame; return False if the helper does not accept it in time."""
+    def send(self, data: bytes, timeout_s: float = 0.0, life: int | None = None) -> bool:
+        """Send a frame; return False if the helper does not accept it in time. ``life``: the only one to send it to."""
         until = time.monotonic() + timeout_s
         while True:
             with self._lock:
-                if self._channel is None:
+                if self._channel is None or life not in (None, self.life):
                     return False
                 try:
                     self._channel.send(data, socket.MSG_DONTWAIT)
@@ -231,7 +231,8 @@ class HelperProcess:
             self._calls[call.ident] = call
             if kind == READ:
                 self._reads[call.ident] = peer
-        if not self.send(frame(kind, peer, call.ident, payload), SEND_S):
+        # A next helper would read for a call that has failed, into memory that nobody knows to be in use.
+        if not self.send(frame(kind, peer, call.ident, payload), SEND_S, call.life):
             with self._lock:  # not ``end``: the helper has no read of this id, whose memory it would have to free
                 self._reads.pop(call.ident, None)
                 self._calls.pop(call.ident, None)

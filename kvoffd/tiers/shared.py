@@ -6,6 +6,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -64,6 +65,8 @@ READERS = 2
 ASKS_IN_TURN = 256
 """Asks, in the order in which they came, whose namespaces take turns."""
 
+UNDONE_S = 10.0
+"""Time for idle threads to end, when another one does not start."""
 HANGS_S = 0.5
 """Time after its deadline by which an ask must have begun, unless a raise takes its time."""
 OLD_WEIGHT = 0.9
@@ -84,6 +87,8 @@ class SharedTier(Tier):
         ask_deadline_s: time in which the store must answer an ask.
         generations: of namespaces, as far as this node has heard of them.
         make_workers: replaced in tests, which have no threads.
+
+    Raises NoMoreThreads; then none runs.
     """
 
     def __init__(
@@ -119,28 +124,32 @@ class SharedTier(Tier):
         """Writes that have not ended, by tag and key."""
         make_threads = partial(make_workers, post=post, clock=clock)
         asker, threads = AskingThread(self, first, clock), [BlockThread(self, one, clock) for one in self._stores[1:]]
-        self._asking = make_threads(
-            "kvoffd-shared-ask",
-            [lambda questions: [question.run(asker) for question in questions]],
-            failed=lambda error: error,
-            on_end=self._question_ended,
-            take=self._next_question,
-        )
-        self._reading = make_threads(
-            "kvoffd-shared-read",
-            [thread.reads for thread in threads[:READERS]],
-            failed=lambda error: (Result.FAILED, None),
-            on_end=self._read_ended,
-            take=partial(take_batch, first),
-            nice=READERS_NICE,
-        )
-        self._writing = make_threads(
-            "kvoffd-shared-write",
-            [thread.writes for thread in threads[READERS:]],
-            failed=lambda error: Result.FAILED,
-            on_end=self._write_ended,
-            take=partial(take_batch, first),
-        )
+        with ExitStack() as started:  # if a thread does not start, those that run are ended
+            self._asking = make_threads(
+                "kvoffd-shared-ask",
+                [lambda questions: [question.run(asker) for question in questions]],
+                failed=lambda error: error,
+                on_end=self._question_ended,
+                take=self._next_question,
+            )
+            started.callback(lambda: self._asking.close(time.monotonic() + UNDONE_S))
+            self._reading = make_threads(
+                "kvoffd-shared-read",
+                [thread.reads for thread in threads[:READERS]],
+                failed=lambda error: (Result.FAILED, None),
+                on_end=self._read_ended,
+                take=partial(take_batch, first),
+                nice=READERS_NICE,
+            )
+            started.callback(lambda: self._reading.close(time.monotonic() + UNDONE_S))
+            self._writing = make_threads(
+                "kvoffd-shared-write",
+                [thread.writes for thread in threads[READERS:]],
+                failed=lambda error: Result.FAILED,
+                on_end=self._write_ended,
+                take=partial(take_batch, first),
+            )
+            started.pop_all()
         self._answers = Answers(self, listener, first, clock, self._asking.put)
         self._set_store(name)
         if name:

@@ -806,6 +806,28 @@ def test_a_helper_that_ended_before_it_heard_of_a_peer_leaves_it_to_the_next(sta
         assert helper._settings.peers == ["after:1"]
 
 
+def test_a_read_that_was_begun_before_the_helper_ended_is_not_sent_to_the_next() -> None:
+    """It has failed, so nobody would know that its memory is being written."""
+    helper = object.__new__(HelperProcess)
+    helper._lock, helper._ids, helper._calls, helper._reads = threading.Lock(), count(), {}, {}
+    helper.life, helper.problem = 0, "It ended."
+    ended, ours, theirs = socket.socket(), *socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    send = helper.send
+
+    def next_starts(data: bytes, timeout_s: float = 0.0, life: int | None = None) -> bool:
+        helper.life, helper._channel = 1, ours
+        return send(data, timeout_s, life)
+
+    with ended, ours, theirs:
+        helper._channel = ended
+        helper.send = next_starts  # type: ignore[method-assign]
+        with pytest.raises(StoreError, match="It ended"):
+            helper.begin(READ, 0, b"")
+        assert (helper._calls, helper._reads) == ({}, {})
+        with pytest.raises(BlockingIOError):
+            theirs.recv(1, socket.MSG_DONTWAIT)
+
+
 def test_a_helper_that_cannot_work_is_started_less_and_less_often(
     cold: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

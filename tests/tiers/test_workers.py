@@ -18,6 +18,8 @@ import pytest
 from kvoffd.errors import NoMoreThreads
 from kvoffd.system.threads import Workers
 from kvoffd.tiers.disk import DiskTier
+from kvoffd.tiers.shared import SharedTier
+from kvoffd.tiers.store import Credentials, open_store
 from kvoffd.tiers.tier import TierListener
 from tests.kit.open_files import open_files
 from tests.kit.waiting import deliver_until, wait_until
@@ -154,3 +156,23 @@ def test_a_disk_leaves_nothing_where_a_thread_does_not_start(
     with pytest.raises(NoMoreThreads) if started < 4 else nullcontext():
         open_disk(generation=lambda _: 0).close(DEADLINE_S)
     assert resources() <= before
+
+
+@pytest.mark.parametrize("started", range(6))
+def test_a_shared_tier_leaves_nothing_where_a_thread_does_not_start(
+    started: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(thread: threading.Thread) -> None:
+        if next(numbers) == started:
+            raise RuntimeError("can't start new thread")
+        real_start(thread)
+
+    numbers, real_start = itertools.count(), threading.Thread.start
+    monkeypatch.setattr(threading.Thread, "start", start)
+    before = {*threading.enumerate()}
+    open_tier = partial(SharedTier, "", open_store("redis://127.0.0.1:1", Credentials()), pool=memoryview(b""))
+    listener = cast("TierListener", None)
+    with pytest.raises(NoMoreThreads) if started < 5 else nullcontext():
+        tier = open_tier(clock=time.monotonic, post=print, listener=listener, ask_deadline_s=1.0)
+        assert tier.close(DEADLINE_S)
+    assert {*threading.enumerate()} <= before
