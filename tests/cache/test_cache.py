@@ -1011,7 +1011,7 @@ def test_a_step_stops_unpinning_after_some_blocks(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_lookup_gets_what_many_ended_leases_still_pin(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many steps that takes: it cannot wait for them, and the engine would compute what it does not get."""
+    """In all the steps that this takes: it cannot wait for them, and the engine would compute what it does not get."""
     monkeypatch.setattr("kvoffd.cache.leases.UNPINNED_AT_ONCE", 4)
     rig = CacheRig(48, 4, leased_share=0.5)
     namespace = rig.open("a")
@@ -1021,6 +1021,27 @@ def test_a_lookup_gets_what_many_ended_leases_still_pin(monkeypatch: pytest.Monk
     rig.cache.end_session(1)
     assert rig.cache.blocks.pinned_blocks == 18
     assert leased(rig, namespace, 2, 10, *range(24, 48)) == 24
+    check_invariants(rig.cache)
+
+
+def test_a_lookup_unpins_no_more_than_its_own_size_and_some_if_that_makes_no_space(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It unpinned all ended leases, in one turn of the loop, where an active one pins their blocks too."""
+    monkeypatch.setattr("kvoffd.cache.leases.UNPINNED_FOR_LOOKUP", 12)
+    rig = CacheRig(48, 4, leased_share=0.5)
+    namespace = rig.open("a")
+    rig.store(namespace, keys_of(*range(48)))
+    assert leased(rig, namespace, 1, 1, *range(18)) == 18
+    for number in range(100):
+        assert leased(rig, namespace, 2, 2 + number, 0) == 1
+    rig.cache.leases.ended_at_once = 2
+    rig.cache.end_session(2)
+    assert leased(rig, namespace, 3, 1000, *range(24, 40)) < 16
+    ended = 101 + 1 - len(rig.cache.leases.by_id)
+    assert 2 * ended in range(12 + 2 * 16, 12 + 2 * 16 + 4), "a lease and a block each, and the rest of the last step"
+    while rig.cache.background():
+        pass
     check_invariants(rig.cache)
 
 
