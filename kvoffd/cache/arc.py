@@ -45,7 +45,8 @@ class Arc(AdmitsAll):
         if not self._at:
             raise MemoryError
         self._close = weakref.finalize(self, self._native.arc_free, self._at)
-        # The first fields of ``struct arc``: entries in each queue.
+        # The first field of ``struct arc``: entries in each of the five queues. The fifth has evicted blocks that are
+        # not yet ghosts.
         self._counts = (ctypes.c_uint64 * 5).from_address(self._at)
         write, at = self._native.arc_candidates, self._at
         super().__init__(lambda below, address, most: write(at, address, most))

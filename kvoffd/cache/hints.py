@@ -295,7 +295,7 @@ class HintedOrder:
             self._retain(wish, group, blocks[members][::-1])
 
     def remove(self, group: Group, blocks: BlockIds, keys: bytes) -> None:
-        self._retained_may_be_next = True
+        self._retained_may_be_next = True  # others move up
         if self._has_hints and (outside := self._remove_hints(group, blocks)).any():
             keys = np.frombuffer(keys, group.namespace.key_type)[~outside].tobytes()
             blocks = blocks[~outside]
@@ -362,7 +362,7 @@ class HintedOrder:
             few = found[retained][: self._set_aside_left]
             self._set_aside_left -= len(few)
             self._set_aside(few)
-        if left and below == inf:
+        if left and below == inf:  # under a limit, retained blocks stay, whatever their score is
             order.append(self._first_of(self.retentions.by_priority(), left))
         return np.concatenate(order)
 

@@ -270,12 +270,13 @@ class LruFallback:
         lead = self._lead / self._asked
         if known.as_lru:
             self._excess = max(0.0, lead)
-            self._change(0, JUDGED_AFTER)
+            self._change(JUDGED_AFTER, as_lru=False)
         elif lead > MIN_LEAD + self._excess:
-            self._change(1, self._stay)
+            self._change(self._stay, as_lru=True)
             self._stay = min(2 * self._stay, MAX_STAY)
 
-    def _change(self, as_lru: int, lifetimes: int) -> None:
+    def _change(self, lifetimes: int, *, as_lru: bool) -> None:
+        """Switch, begin the counts again, and do not switch back for this many pool lifetimes."""
         self._known.as_lru, self._asked, self._lead = as_lru, 0.0, 0.0
         self._change_at = self._known.now + lifetimes * self._known.lifetime
 

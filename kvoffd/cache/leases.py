@@ -18,8 +18,8 @@ from kvoffd_proto.errors import ErrorCode
 
 ENDED_AT_ONCE, UNPINNED_AT_ONCE = 256, 4096
 """Leases that one step ends, or unpins; and blocks, with those of its last lease, after which it stops."""
-STEPS_FOR_A_LOOKUP = 4
-"""Steps of unpinning that a lookup takes whose lease would be cut because of blocks that ended leases still pin."""
+UNPINNED_FOR_LOOKUP = 4096
+"""Ended leases and their blocks, each counted, that a lookup may unpin for itself, besides two for each of its own."""
 CLAIM_S = 10.0
 """Time for which a session whose lookup was cut by the limit of leases counts as one that has some."""
 
@@ -146,7 +146,7 @@ class Leases:
             self._claims.pop(lease.session, None)
         else:
             self._life.return_unpinned(self._blocks.end_lease(fresh))
-            self._unpin_for(lease.session, int(self._blocks.pages[fresh].sum()) * PAGE_BYTES)
+            self._unpin_for(lease.session, fresh)
             found = self._cut(lease, found)
             fresh, newly_leased_bytes = self._lease_fresh(lease, _ready_of(found))
         _add(lease, fresh, newly_leased_bytes)
@@ -160,16 +160,18 @@ class Leases:
         if self._life.tiers is not None:
             self._life.tiers.lease_ended(lease)
 
-    def _unpin_for(self, session: int, nbytes: int) -> None:
-        """Unpin blocks of ended leases, which should not keep a new one small, until a session may pin these bytes."""
+    def _unpin_for(self, session: int, wanted: BlockIds) -> None:
+        """Unpin blocks of ended leases, which must not keep a new one small, until a session may pin the wanted ones.
+
+        That takes at most a lease and a block for each of these, if all blocks have one size, each is in one lease, and
+        the pins are within the limit. Else, as where active leases pin the same blocks, even all ended ones may not
+        suffice: it stops soon after that number and UNPINNED_FOR_LOOKUP, and the lookup gets fewer blocks.
+        """
+        nbytes, left = int(self._blocks.pages[wanted].sum()) * PAGE_BYTES, UNPINNED_FOR_LOOKUP + 2 * len(wanted)
         fits_share = self.of(session).nbytes + nbytes <= self._share_bytes(session)
         most_bytes = self.most_bytes if fits_share else self._unshared_bytes  # beyond its share it may only use these
-        for _ in range(
-            STEPS_FOR_A_LOOKUP
-        ):  # more would keep the loop: others may pin the same blocks, so none gets free
-            if not self._to_unpin or self._blocks.pinned_bytes + nbytes <= most_bytes:
-                break
-            self.unpin_some()
+        while self._to_unpin and left > 0 and self._blocks.pinned_bytes + nbytes > most_bytes:
+            left -= self.unpin_some()
 
     def _lease_fresh(self, lease: Lease, ready: BlockIds) -> tuple[BlockIds, int]:
         """Pin the READY blocks that a lease does not have. Returns these, and the bytes that no lease pinned before."""
@@ -297,8 +299,9 @@ class Leases:
         """Whether leases have ended whose blocks are still pinned: ``unpin_some`` is to be called."""
         return bool(self._to_unpin)
 
-    def unpin_some(self) -> None:
-        """Unpin blocks of some leases that have ended."""
+    def unpin_some(self) -> int:
+        """Unpin blocks of some leases that have ended. Returns the number of these leases and of their blocks, added
+        up."""
         ended, unpinned = list[Lease](), 0
         while self._to_unpin and len(ended) < self.ended_at_once and unpinned < UNPINNED_AT_ONCE:
             lease, _ = self._to_unpin[0].popitem()
@@ -317,6 +320,7 @@ class Leases:
         if ended:
             blocks = ended[0].blocks if len(ended) == 1 else np.concatenate([lease.blocks for lease in ended])
             self._life.return_unpinned(self._blocks.end_lease(blocks))
+        return len(ended) + unpinned
 
 
 def _add(lease: Lease, fresh: BlockIds, newly_leased_bytes: int) -> None:

@@ -40,7 +40,7 @@ class Prefetches:
             lease = Lease(NO_LEASE, NO_SESSION, namespace, self._clock() + self._ttl_s, NO_BLOCKS)
             self._groups[lease], self._session_of[lease] = groups, session
             self._ask(tiers, lease, states)
-            if ready and lease in self._groups:
+            if ready and lease in self._groups:  # else nothing comes up, and ``_ask`` has ended it
                 self._make_ready_newest(namespace, groups)
         return ready
 

@@ -71,9 +71,10 @@ def recover(
     Args:
         fd: the file that begins with the table.
         groups: those of the known namespaces whose ranks have all registered.
-        next_number: the first number that is newer than the snapshot.
+        next_number: the first number of a namespace that the save which was read may lack.
     """
     geometry, count = table.geometry, table.geometry.slots
+    # In the order of the numbers in the records, by which C searches them.
     packed = [group.packed for group in sorted(groups, key=lambda one: (one.namespace.number, one.index))]
     native_groups = (ctypes.c_char_p * len(packed))(*packed)
     # Sized for the worst case; pages that are not written use no memory.

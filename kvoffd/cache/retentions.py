@@ -255,8 +255,8 @@ class Retentions:
                     self._end(one)
 
     def put(self, wish: Wish, group: Group, blocks: BlockIds) -> None:
-        """Retain blocks of a group, which no hint has. ``have_numbers`` comes before: each new retention takes a block
-        at least."""
+        """Retain blocks of a group, which no hint has. As many numbers as blocks must be left: each new retention takes
+        at least a block."""
         most = max(1, min(MOST_TOGETHER, self._most_bytes // (LEAST_RETENTIONS * max(1, group.block_bytes))))
         while blocks.size:
             one = wish.filling

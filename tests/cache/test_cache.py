@@ -14,7 +14,7 @@ import kvoffd.pool.slot_table
 from kvoffd.cache import POLICY_NAMES
 from kvoffd.cache.asked_keys import TAKEN_AT_ONCE
 from kvoffd.cache.block_life import ABANDONED_S
-from kvoffd.cache.leases import CLAIM_S, STEPS_FOR_A_LOOKUP
+from kvoffd.cache.leases import CLAIM_S
 from kvoffd.cache.namespace import MissReason, Namespace, NamespaceSnapshot
 from kvoffd.cache.open_namespaces import KNOWN_RESETS
 from kvoffd.cache.policy import Admission, Chain
@@ -926,23 +926,6 @@ def test_the_leases_of_many_namespaces_or_sessions_that_end_together_are_unpinne
     check_invariants(rig.cache)
 
 
-def test_a_lookup_that_is_cut_looks_at_some_ended_leases_only() -> None:
-    """They pin what another session holds too: it went through all of them, and the loop stood still."""
-    rig = full_rig(16)
-    namespace = rig.open("a")
-    rig.store(namespace, keys_of(*range(12)))
-    rig.cache.leases.most_bytes = 8 * rig.unit
-    assert leased(rig, namespace, SESSION + 1, 1_000, *range(8)) == 8
-    for number in range(20):
-        hold(rig, namespace, keys_of(0), lease_id=number)
-    rig.cache.leases.ended_at_once = 2
-    assert rig.cache.end_session(SESSION) == 20
-    assert leased(rig, namespace, SESSION + 2, 1_001, *range(8, 12)) == 0
-    left = sum(lease.session == SESSION for lease in rig.cache.leases.by_id.values())
-    assert left == 20 - 2 * STEPS_FOR_A_LOOKUP
-    check_invariants(rig.cache)
-
-
 def test_many_leases_on_what_was_reset_are_void_at_once_and_end_by_parts() -> None:
     rig, namespace = with_five_leases()
     assert rig.cache.reset(namespace) == 5
@@ -1043,7 +1026,7 @@ def test_a_step_stops_unpinning_after_some_blocks(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_lookup_gets_what_many_ended_leases_still_pin(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many steps that takes: it cannot wait for them, and the engine would compute what it does not get."""
+    """In all the steps that this takes: it cannot wait for them, and the engine would compute what it does not get."""
     monkeypatch.setattr("kvoffd.cache.leases.UNPINNED_AT_ONCE", 4)
     rig = CacheRig(48, 4, leased_share=0.5)
     namespace = rig.open("a")
@@ -1053,6 +1036,27 @@ def test_a_lookup_gets_what_many_ended_leases_still_pin(monkeypatch: pytest.Monk
     rig.cache.end_session(1)
     assert rig.cache.blocks.pinned_blocks == 18
     assert leased(rig, namespace, 2, 10, *range(24, 48)) == 24
+    check_invariants(rig.cache)
+
+
+def test_a_lookup_unpins_no_more_than_its_own_size_and_some_if_that_makes_no_space(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It unpinned all ended leases, in one turn of the loop, where an active one pins their blocks too."""
+    monkeypatch.setattr("kvoffd.cache.leases.UNPINNED_FOR_LOOKUP", 12)
+    rig = CacheRig(48, 4, leased_share=0.5)
+    namespace = rig.open("a")
+    rig.store(namespace, keys_of(*range(48)))
+    assert leased(rig, namespace, 1, 1, *range(18)) == 18
+    for number in range(100):
+        assert leased(rig, namespace, 2, 2 + number, 0) == 1
+    rig.cache.leases.ended_at_once = 2
+    rig.cache.end_session(2)
+    assert leased(rig, namespace, 3, 1000, *range(24, 40)) < 16
+    ended = 101 + 1 - len(rig.cache.leases.by_id)
+    assert 2 * ended in range(12 + 2 * 16, 12 + 2 * 16 + 4), "a lease and a block each, and the rest of the last step"
+    while rig.cache.background():
+        pass
     check_invariants(rig.cache)
 
 
