@@ -18,7 +18,7 @@ from kvoffd.cache.namespace import MissReason
 from kvoffd.cache.tickets import FillTicket
 from kvoffd.system.calls import call_each
 from kvoffd.tiering import TieringSettings
-from kvoffd.tiering.promotions import SETTLED, Fill, FillQueue, FillState, NotRead, Promotions, ReadOrder
+from kvoffd.tiering.promotions import SETTLED, Blocked, Fill, FillQueue, FillState, NotRead, Promotions, ReadOrder
 from kvoffd.tiering.read_speed import ReadSpeed
 from kvoffd.tiers.header import Block
 from kvoffd.tiers.tier import ABSENT, ReadEnd, Result, Tier
@@ -246,17 +246,23 @@ class PromotionSource:
         return len(overdue)
 
     def _fail_blocked(self, most: int) -> bool:
-        """Fail up to ``most`` blocks of queues that were blocked for as long as a block may take to read, or whose tier
-        is away: other parts of their prompts wait for space together with them.
+        """Fail up to ``most`` blocks of queues that were blocked for as long as a block may take to read, and get no
+        space now either, or whose tier is away: other parts of their prompts wait for space together with them.
 
         Return whether there are more.
         """
         is_away = not self.tier.available()
         since = self._clock() - (0.0 if is_away else self.patience_s)
         for queue in self.read_order.queues():
-            if not self._stays_blocked(queue, since, is_away=is_away) or queue.blocked is None:
+            is_short = queue.blocked is not None and queue.blocked.reason is NotRead.NO_SPACE
+            # Each in its turn: a new reservation unblocks a queue, however long it was blocked.
+            is_reserved = is_short and self._promotions.reserve(queue)
+            blocked = queue.blocked
+            if blocked is None or blocked.since > since:
                 continue
-            reason: Result | NotRead = Result.DEADLINE if is_away else queue.blocked.reason
+            if is_reserved and not is_away and (blocked := self._still_blocked(queue, blocked)) is None:
+                continue
+            reason: Result | NotRead = Result.DEADLINE if is_away else blocked.reason
             for fill in list(islice(reversed(queue.fills), most)):  # the others are a prefix, and may still get space
                 most -= 1
                 self._promotions.fail(fill, reason)
@@ -264,23 +270,15 @@ class PromotionSource:
                 return True
         return False
 
-    def _stays_blocked(self, queue: FillQueue, since: float, *, is_away: bool) -> bool:
-        """Return whether a queue is blocked since this time or earlier, and gets no space now either. One that gets
-        some has its turn, however long it was blocked."""
-        if queue.blocked is None:
-            return False
-        # A new reservation unblocks the queue.
-        is_reserved = queue.blocked.reason is NotRead.NO_SPACE and self._promotions.reserve(queue)
-        if queue.blocked is None or queue.blocked.since > since:
-            return False
-        if is_reserved and not is_away:
-            # The reservation that it had before says nothing about slots: a read is tried, which unblocks the queue if
-            # there are some by now. While others are read there may never be bytes for one here. Then it is tried in
-            # its turn, and if that finds no slots after its patience either, it has waited long enough.
-            if not self.reads.free_blocks(queue.group.block_bytes):
-                return queue.blocked.tried_at - queue.blocked.since >= self.patience_s
-            self._begin_batch(queue, list(islice(queue.fills, 1)))
-        return queue.blocked is not None
+    def _still_blocked(self, queue: FillQueue, blocked: Blocked) -> Blocked | None:
+        """Return why a queue that was reserved before it was blocked fails; None if it gets slots, or waits longer. The
+        reservation says nothing about slots, so a read is tried."""
+        if self.reads.free_blocks(queue.group.block_bytes):
+            self._begin_batch(queue, list(islice(queue.fills, 1)))  # unblocks it if there are slots by now
+            return queue.blocked
+        # While others are read there may never be bytes for one here. Then ``pump`` tries it in its turn, and if that
+        # found no slots after its patience either, it has waited long enough.
+        return blocked if blocked.tried_at - blocked.since >= self.patience_s else None
 
     # --- ends ------------------------------------------------------------------------------------
 

@@ -210,13 +210,14 @@ class Writer:
             self._enqueue(blocks)
 
     def used(self, group: Group, blocks: BlockIds) -> None:
-        """Consider blocks that a lookup found, while a tier is available."""
+        """Consider blocks that a lookup found. Called only while a tier is available."""
         if self.mode is not WriteMode.NEVER and not self._is_full:
             self._enqueue(self._unwritten(group, blocks[:MAX_LOOKED_AT]).blocks)
             self._enqueue(blocks[MAX_LOOKED_AT:])  # examined in their turn
 
     def evicted(self, group: Group, blocks: BlockIds, keys: Sequence[bytes]) -> None:
-        """Record blocks about to leave the pool. An engine's store waits for it."""
+        """Record blocks about to leave the pool. Whether they are in a tier is looked up at the next tick, since an
+        engine's store waits for this call."""
         if self.mode is WriteMode.NEVER or not self._may_be_written(group):
             if self.waiting:
                 for block in blocks.tolist():

@@ -32,7 +32,8 @@ class ObjectRead:
         stored: the group as in the store, with the fleet generation.
         is_awaited: see ``Tier.read``.
         retried: whether this is a retry after a lost connection.
-        overloaded: whether the store answered that it is overloaded: then there is no retry.
+        overloaded: whether the store answered that it is overloaded, which the thread notes before the read ends. Then
+            there is no retry, and nothing is wrong with the block.
     """
 
     group: BlockGroup
@@ -154,7 +155,7 @@ class BlockThread(StoreThread):
                     yield Result.CORRUPT, None
                     return
                 yield Result.DONE, block
-            if overloaded and not served:
+            if overloaded and not served:  # all of it is overloaded: one failure for the batch
                 self.breaker.failed("read")
         except Exception as error:
             self.report(error, "read")

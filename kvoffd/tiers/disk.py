@@ -98,7 +98,7 @@ class DiskTier(Tier):
         self.direct = file.direct
         self.hangs = False
         """Whether a call hangs: until it returns, the tier refuses work."""
-        self._file, self._pool, self._options = file, pool, options
+        self._file, self._options = file, options
         self._clock, self._wall_clock, self._post = clock, wall_clock, post
         self._map = DiskMap(file)
         self._most_blocks = most_blocks(file.size_bytes)
@@ -311,7 +311,7 @@ class DiskTier(Tier):
     # --- removing --------------------------------------------------------------------------------
 
     def remove(self, group: BlockGroup, keys: Sequence[bytes], *, for_all_nodes: bool = False) -> None:
-        self._clearing.clear_to_overwrite()
+        self._clearing.clear_to_overwrite()  # the block may be among the evicted ones whose records are still there
         # Of whatever geometry: after a restart no rank may have registered yet, and ``group`` has no lengths.
         known = self._map.readable_by_tag.get(group.tag)
         slots = [] if known is None else self._map.slots_of(known.group, list(dict.fromkeys(keys)))
@@ -320,7 +320,7 @@ class DiskTier(Tier):
         self._clearing.free(slots)
 
     def remove_all(self, fingerprint: bytes | None) -> int:
-        self._clearing.clear_to_overwrite()
+        self._clearing.clear_to_overwrite()  # see ``remove``
         gone = [known for known in self._map.readable_by_tag.values() if fingerprint in (None, known.group.fingerprint)]
         tags = {known.group.tag for known in gone}
         for which in [which for which in self._writing if which[0] in tags]:
@@ -406,7 +406,6 @@ class DiskTier(Tier):
         except OSError as error:
             logger.warning("Closing %s: %s.", self._file.path, error.strerror or error)
         self._file.close()
-        self._pool = memoryview(b"")
         return True
 
     def _bug(self, error: Exception) -> End:

@@ -344,7 +344,7 @@ class DiskFile:
             self.calls.truncate(fd, 0)
         return Head(secrets.token_bytes(16), 0, region_bytes, 0, 0, is_open=False)
 
-    def _end(self, regions: int) -> int:
+    def _file_bytes(self, regions: int) -> int:
         """Return the size of ``kvoffd.disk`` with this many regions."""
         return PAGE_BYTES + regions * self.head.region_bytes
 
@@ -360,13 +360,13 @@ class DiskFile:
         status = self.calls.stat(self.fd)
         if regions < head.regions:
             self._shrink(regions)
-        elif status.st_size < self._end(head.regions) and head.regions:
-            missing = self._end(head.regions) - status.st_size
+        elif status.st_size < self._file_bytes(head.regions) and head.regions:
+            missing = self._file_bytes(head.regions) - status.st_size
             cut = f"{self.path} was cut off: {missing} bytes at its end are lost, and their blocks."
             self.errors.append((DiskFault.TRUNCATED, cut))
         has_holes = held_bytes(status) < status.st_size
-        if regions > head.regions or has_holes or status.st_size < self._end(regions):
-            self._allocate(self._end(regions))
+        if regions > head.regions or has_holes or status.st_size < self._file_bytes(regions):
+            self._allocate(self._file_bytes(regions))
         self.calls.allocate(self.index_fd, 0, _SIZES_AT + 4 * regions)
         for region in range(regions):  # smaller slots have more records, which are allocated when they are used
             self._allocate_records(region, max(1, head.region_bytes // _ALLOCATED_SLOT_BYTES))
@@ -383,7 +383,7 @@ class DiskFile:
         # The head comes first: it must never name a region that does not exist.
         self.head = replace(self.head, regions=regions)
         self.write_head(is_open=True, sync=True)
-        self.calls.truncate(self.fd, self._end(regions))
+        self.calls.truncate(self.fd, self._file_bytes(regions))
         records_end = _RECORDS_AT + regions * self.slots_per_region * RECORD.itemsize
         if self.calls.stat(self.index_fd).st_size > records_end:  # so that old records do not return after a growth
             self.calls.truncate(self.index_fd, records_end)

@@ -147,7 +147,8 @@ class Reads:
     """Running and waiting reads. For the daemon's thread.
 
     One thread (``kvoffd_reader_work``) requests many blocks from the kernel and computes their checksums, without the
-    GIL. If the kernel does not accept that, as without O_DIRECT, ``READERS`` threads read one block each.
+    GIL. If the kernel does not accept that, as without O_DIRECT, ``READERS`` threads read one block each. Tests without
+    threads replace the four methods that call C: ``_open``, ``_add``, ``_take_ended`` and ``_stop``.
 
     Args:
         name: prefix of the threads' names.
@@ -315,7 +316,7 @@ class Reads:
         return self._stop(until)
 
     def _stop(self, until: float) -> bool:
-        if self._reader:
+        if self._reader:  # else an earlier call has closed it
             self._native.reader_stop(self._reader)
             if not self._threads.join(until):
                 return False
@@ -363,7 +364,7 @@ class BlockWriter:
             end = End(Result.DONE)
             try:
                 file.write_records(job.slot, record)
-            except OSError as error:
+            except OSError as error:  # the block is served all the same, but a later daemon does not find it
                 why = f"The disk tier could not add a block to the index of {file.path}: {error.strerror or error}."
                 end = End(Result.DONE, None, DiskFault.RECORD_FAILED, why)
             ends.append(end)

@@ -109,7 +109,10 @@ class Passed(NamedTuple):
 
 
 class Region:
-    """State of a region's slots, by their places in it: see ``DiskMap``."""
+    """State of a region's slots, by their places in it: see ``DiskMap``.
+
+    The arrays of which C has the ``addresses`` are never replaced.
+    """
 
     def __init__(self, slot_bytes: int, slots: int) -> None:
         self.slot_bytes = slot_bytes
@@ -243,13 +246,13 @@ class DiskMap:
                 del self.readable_by_tag[group.tag]
         self.last_number = len(samples)
         self.by_number = {known.number: known for known in self.readable_by_tag.values()}
-        self._clear_unreadable()
+        self._enter_readable()
         self._allocate_found()
         self._restore_hand()
         return newest
 
-    def _clear_unreadable(self) -> None:
-        """Clear the records that are not of a readable block, so that these never come back, and find the others."""
+    def _enter_readable(self) -> None:
+        """Add the readable blocks to the index, and clear all other records, so that these never come back."""
         is_known = np.zeros(self.last_number + 1, np.bool_)  # by the number of the group
         is_known[list(self.by_number)] = True
         gone: list[int] = []  # slots whose records are cleared

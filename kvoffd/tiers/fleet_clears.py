@@ -67,11 +67,11 @@ class FleetClears:
         """Begin to void a namespace's blocks for all nodes; the result shows when that has ended, and how. It has ended
         at once if the store is not reachable. ``cleared_at``: see ``Store.clear``."""
         request = Raise(self, fingerprint, generation, cleared_at, self.clock() + RAISE_S)
-        if not (self._tier.breaker.silent or self._tier.closed):
-            self._put_raise(request)
+        if self._tier.breaker.silent or self._tier.closed:
+            request.ended = True
+            request.problem = self._tier.health.problem or f"{self._tier.name} has not been reached yet."
         else:
-            why = self._tier.health.problem or f"{self._tier.name} has not been reached yet."
-            request.ended, request.problem = True, why
+            self._put_raise(request)
         return request
 
     def _put_raise(self, request: Raise) -> None:
@@ -153,10 +153,12 @@ class Raise(Question):
             raised = store.clear(self.fingerprint, seen, self.generation, self.cleared_at, until)
             return checked(raised, self.fingerprint)
         except Exception as error:
-            kind = error.kind if store.is_peer and isinstance(error, StoreError) else None
-            if kind not in NOT_YET:
-                asker.report(error, asker.raise_work)
-            return Unfollowed(str(error)) if kind in (*NOT_YET, StoreFault.TIMEOUT) else error
+            peer_fault = error.kind if store.is_peer and isinstance(error, StoreError) else None
+            if peer_fault in NOT_YET:
+                return Unfollowed(str(error))
+            asker.report(error, asker.raise_work)
+            # Each question to a peer is short: one that was late may answer the next. A store had all of RAISE_S.
+            return Unfollowed(str(error)) if peer_fault is StoreFault.TIMEOUT else error
 
     def end(self, answer: int | Exception) -> None:
         clears = self.clears

@@ -32,7 +32,8 @@ class Fullness:
         self._written_before = 0, 0
         """Blocks and bytes written up to the last look."""
         self._written = self._evicted = 1.0
-        """Recent numbers of blocks that this node wrote, and that the store evicted, for writes of all nodes."""
+        """Recent numbers of blocks that this node wrote, and that the store evicted, for writes of all nodes. At first
+        equal: as if this node wrote all."""
 
     @property
     def usage(self) -> StoreUsage:

@@ -29,7 +29,6 @@ import numpy as np
 import numpy.typing as npt
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
-from zmq.utils import z85
 from zmq.utils.monitor import parse_monitor_message
 
 from kvoffd.system.mappings import map_shared
@@ -81,7 +80,7 @@ IN_FLIGHT_S = 1.0
 """Time after which such a request counts as answered."""
 REQUESTS_PER_S, BURST = 2000, 400
 """Limit of a peer's requests; those beyond it are dropped, except returns of what is lent."""
-MAX_PEERS, MAX_ASKED = 1024, 1024
+MAX_ASKERS, MAX_ASKED = 1024, 1024
 """Connections of peers that are answered in one second, and questions whose answers are awaited."""
 AT_ONCE = 64
 """Messages of one socket that are read before the others have their turn."""
@@ -297,11 +296,11 @@ class Helper:
             self._peers[number] = self._connect(number, address, waits=True)
 
     def _listen(self) -> None:
-        public = z85.decode(self._keys[0])
+        public, _ = self._keys
 
         class Provider:
             def callback(self, domain: str, key: bytes) -> bool:
-                return key in (public, z85.encode(public))
+                return key == public
 
         self._guard = ThreadAuthenticator(self._zmq)
         self._guard.start()
@@ -451,7 +450,7 @@ class Helper:
 
     def _spend(self, route: bytes, ident: int) -> bool:
         """Count a request; return False if it is beyond the limits, or repeats one that is not answered."""
-        if len(self._spent) >= MAX_PEERS and route not in self._spent:
+        if len(self._spent) >= MAX_ASKERS and route not in self._spent:
             return False
         if self._spent[route] >= REQUESTS_PER_S + BURST or (route, ident) in self._in_flight:
             return False
@@ -517,12 +516,14 @@ class Helper:
         self, number: int, ident: int, offsets: npt.NDArray[np.uint64], lengths: npt.NDArray[np.uint64]
     ) -> None:
         """Begin to read pieces of a peer's pool into one of its slices, or tell the daemon that it cannot begin."""
-        if not self._free[number] or int(lengths.sum()) > SLICE_BYTES or number not in self._agents:
-            why = b"The peer is not known." if self._free[number] else b"Earlier reads of it hang."
+        if (agent := self._agents.get(number)) is None:
+            self._to_daemon(FAILED, number, ident, b"The peer is not known.")
+            return
+        if not self._free[number] or int(lengths.sum()) > SLICE_BYTES:
+            why = b"Earlier reads of it hang." if not self._free[number] else b"One read is for too many bytes."
             self._to_daemon(FAILED, number, ident, why)
             return
         slice_number = self._free[number].pop()
-        agent = self._agents[number]
         begins = np.cumsum(lengths, dtype=np.uint64) - lengths
         slice_at, devices = self._landing_at + slice_number * SLICE_BYTES, np.zeros_like(lengths)
         try:

@@ -115,7 +115,8 @@ class Pinned(msgspec.Struct, array_like=True, frozen=True):
 
 
 def frame(kind: int, number: int, ident: int, payload: bytes = b"") -> bytes:
-    """Return a message of the channel. ``number``: of a peer, or the length of a route at the payload's beginning."""
+    """Return a message of the channel. ``number``: of a peer, or the length of a route at the payload's beginning; at
+    most 255."""
     return bytes((kind, number)) + ident.to_bytes(8, "little") + payload
 
 

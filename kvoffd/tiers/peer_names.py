@@ -94,9 +94,9 @@ def resolve(name: PeerName, listen: str) -> Resolved:
 def _of_one_kind(hosts: Iterable[str], port: int, listen: str) -> list[str]:
     """Return the IPv4 or the IPv6 addresses: a node that has both is one node.
 
-    They are of the kind at which this node lends, if that is one: the others, by the same settings, lend at no other.
-    Else some nodes may have one kind alone, as while a cluster gets the other: the kind with more addresses has the
-    most nodes. It is IPv4 if it has as many, or if this node has no way to the IPv6 ones.
+    If this node lends at an address of one kind, the others, with the same settings, do too: that kind is returned.
+    Otherwise it is the kind with more addresses: some nodes may have only one kind, as while a cluster gets the other.
+    If there are as many of both, or this node has no route to the IPv6 ones, it is IPv4.
     """
     ipv4, ipv6 = list[str](), list[str]()
     for host in hosts:

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -123,6 +123,8 @@ class HelperProcess:
         pool: descriptor, offset and size of the pool; only served if the settings name an address to listen on.
         on_request: called in a thread with a peer's route, the id and kind of its request, and the request.
         on_end: called in that thread when a helper that was started is gone, and with it all that peers borrowed.
+
+    Raises NoMoreThreads; then none runs, and nothing of it is left.
     """
 
     def __init__(
@@ -134,12 +136,6 @@ class HelperProcess:
     ) -> None:
         self._settings, self._pool = settings, pool
         self._on_request, self._on_end = on_request, on_end
-        nbytes = len(settings.peers) * SLICES * SLICE_BYTES
-        self._landing = PoolMemory.create(nbytes, "kvoffd-peers") if nbytes else None
-        """Memory into which the helper reads; ``PeerStore`` copies from there into the pool."""
-        if self._landing is not None:
-            self._landing.touch(1)
-        self.landing_address = self._landing.mapping.address if self._landing is not None else 0
         self._lock = threading.Lock()
         self._calls: dict[int, PeerCall] = {}
         """Requests that a thread waits for, by id."""
@@ -163,8 +159,19 @@ class HelperProcess:
         self.refused_handshakes = self._refused_by_earlier = 0
         """Connections to ``listen`` that were refused; those of earlier helpers."""
         self._refusals = RareWarnings(logger)
-        self._replies = TaskThread("kvoffd-replies")
-        self._thread = AbandonableThreads([("kvoffd-peers", self._run)], self._closed.set)
+        nbytes = len(settings.peers) * SLICES * SLICE_BYTES
+        with ExitStack() as undone:  # if the memory or a thread is not to be had
+            self._landing = PoolMemory.create(nbytes, "kvoffd-peers") if nbytes else None
+            """Memory into which the helper reads; ``PeerStore`` copies from there into the pool."""
+            self.landing_address = 0
+            if self._landing is not None:
+                undone.callback(self._landing.close)
+                self._landing.touch(1)
+                self.landing_address = self._landing.mapping.address
+            self._replies = TaskThread("kvoffd-replies")
+            undone.callback(self._replies.close, HANGS_S)
+            self._thread = AbandonableThreads([("kvoffd-peers", self._run)], self._closed.set)
+            undone.pop_all()
 
     @property
     def pid(self) -> int:

@@ -135,8 +135,8 @@ class RedisCluster(Store):
     ) -> None:
         self._seed, self._masters = (host, port), masters
         """``_seed``: the URL's server."""
-        self._again_s = TLS_AGAIN_S if tls else AGAIN_S
-        """Least time to connect to a master that failed."""
+        self._least_reconnect_s = TLS_AGAIN_S if tls else AGAIN_S
+        """Least ``_reconnect_s``."""
         self.servers: Servers = servers
         self._open = partial(Redis, database=0, credentials=credentials, tls=tls, ttl_s=ttl_s, clustered=True)
         self._nodes: dict[Address, Redis] = {}
@@ -175,20 +175,20 @@ class RedisCluster(Store):
 
     def _reachable(self, until: float) -> set[Address]:
         """Connect to all masters; return those that are connected. Each gets an equal part of the time that is left."""
-        up, left, least_s = set[Address](), len(self._nodes), self._least_s
+        up, left, reconnect_s = set[Address](), len(self._nodes), self._reconnect_s
         for address in self._nodes:
-            if self._reach(address, max(least_s, (until - time.monotonic()) / left), least_s):
+            if self._reach(address, max(reconnect_s, (until - time.monotonic()) / left), reconnect_s):
                 up.add(address)
             left -= 1
         return up
 
-    def _reach(self, address: Address, most_s: float, again_s: float) -> bool:
+    def _reach(self, address: Address, connect_s: float, reconnect_s: float) -> bool:
         """Connect to a master, unless it failed less than DOWN_PAUSE_S ago; return whether it is connected. It gets
-        ``again_s`` if it failed before, else ``most_s``, at most CONNECT_S."""
+        ``reconnect_s`` if it failed before, else ``connect_s``, at most CONNECT_S."""
         has_failed = address in self._down_until
         if has_failed and time.monotonic() < self._down_until[address]:
             return False
-        connect_s = again_s if has_failed else min(most_s, CONNECT_S)
+        connect_s = reconnect_s if has_failed else min(connect_s, CONNECT_S)
         try:
             self._nodes[address].connect(connect_s)
             if has_failed:  # a server that was stopped accepts connections, and answers nothing
@@ -202,10 +202,11 @@ class RedisCluster(Store):
         return True
 
     @property
-    def _least_s(self) -> float:
-        """Time that connecting takes if all is well: see AGAIN_S."""
+    def _reconnect_s(self) -> float:
+        """Time to connect to a master that failed, and the least for any: connecting takes less if all is well. See
+        AGAIN_S."""
         took = (node.connected_in_s for node in self._nodes.values() if node.connected_in_s)
-        return min(CONNECT_S, max(self._again_s, AGAIN_FACTOR * min(took, default=0.0)))
+        return min(CONNECT_S, max(self._least_reconnect_s, AGAIN_FACTOR * min(took, default=0.0)))
 
     def _skip(self, address: Address, error: StoreError) -> None:
         """Continue without a master that failed, and request the map again."""
@@ -227,7 +228,7 @@ class RedisCluster(Store):
                 break
             node = self._nodes.get(address) or self._open(*address)
             try:
-                node.connect(self._least_s if address in self._down_until else CONNECT_S)
+                node.connect(self._reconnect_s if address in self._down_until else CONNECT_S)
                 masters = masters_of(node.cluster_slots(time.monotonic() + CONNECT_S), address)
                 if not masters:
                     why = f"{name_of(address)} knows no master with slots: {NO_SLOTS}"
@@ -277,7 +278,7 @@ class RedisCluster(Store):
         # each gets a moment to be received.
         answer = set[Address]()
         for address in sent:
-            if self._pings(address, Redis.ping_answer, max(until, time.monotonic() + self._least_s)):
+            if self._pings(address, Redis.ping_answer, max(until, time.monotonic() + self._reconnect_s)):
                 answer.add(address)
                 self._answered(address)
         thirds = {slot * COPIES // SLOTS for slot, owner in enumerate(self._owners) if owner in answer}

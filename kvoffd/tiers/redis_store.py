@@ -176,13 +176,13 @@ class Redis(Store):
 
     def generation_answer(self, name: bytes, deadline: float) -> int | None:
         """Receive the generation of this name, 0 for none; None if it is elsewhere in the cluster."""
-        text = b""
+        text = b""  # of no value
         match self._value_length(deadline):
             case RefusedReply(kind=Refusal.BUSY) as busy:  # without it, the other answers are useless
                 self.close()
                 raise busy.error
             case RefusedReply(kind=Refusal.WRONG_TYPE):
-                text = b"of another type"  # is no number, as what is long
+                text = b"of another type"  # is no number: ``decode_generation`` raises; so is what is long
             case RefusedReply():
                 return None
             case int(length):
@@ -222,11 +222,14 @@ class Redis(Store):
 
     def value(self, request: GetRequest, deadline: float) -> Received | StoreError | None:
         """Receive one block, as ``get`` yields it; if it is no block, the connection is closed."""
-        received: Received | StoreError | None = None
+        received: Received | StoreError | None = None  # of no value, or one that is elsewhere in the cluster
         match self._value_length(deadline):
             case RefusedReply(kind=Refusal.BUSY) as busy:
                 received = busy.error
-            case int() | RefusedReply(kind=Refusal.WRONG_TYPE) as length:
+            case RefusedReply(kind=Refusal.WRONG_TYPE):
+                self.close()
+                return Received(None)
+            case int(length):
                 fits = length == HEADER_BYTES + request.group.nbytes
                 if not fits or (block := decode_header(self._connection.take(HEADER_BYTES, deadline))) is None:
                     self.close()

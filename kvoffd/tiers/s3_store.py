@@ -283,9 +283,11 @@ class S3(Store):
     def _received(self, task: asyncio.Task[Received | None], patience_s: float) -> Received | StoreError | None:
         """Return what a task received, or the error if the bucket refused this request. Raises StoreError."""
         try:
-            if task.done() and not task.exception():
-                return task.result()
-            return self._run(self._patiently(task, patience_s), inf)  # also of one that failed: it makes a StoreError
+            if not task.done():
+                return self._run(self._patiently(task, patience_s), inf)
+            if (failure := task.exception()) is not None:
+                raise self._error(failure) from failure
+            return task.result()
         except StoreError as error:
             if error.kind is not StoreFault.BUSY:
                 raise

@@ -293,7 +293,8 @@ class SharedTier(Tier):
 
     @property
     def servers(self) -> list[Server]:
-        """The servers of the store, as far as they are known."""
+        """The servers of the store, as far as they are known. A single one is as this tier found the store: only a
+        cluster's connections record how each server is."""
         found = list(self._store.servers or ())
         return found if len(found) != 1 else [Server(found[0].name, self.available(), self.health.problem)]
 
@@ -306,7 +307,7 @@ class SharedTier(Tier):
         self.clears.tick()
         if self.breaker.open:
             self._reading.end((Result.FAILED, None))
-        if self.health.becomes_steady() and not self.may_be_away:
+        if self.health.follow_breaker() and not self.may_be_away:
             logger.info("%s is reachable.", self.name)
         self._put_due_questions()
         if self._store.servers is not None:

@@ -74,8 +74,9 @@ class StoreHealth:
         """Take the store for steadily reachable, so that nothing is logged of it: it is one of many peers."""
         self._is_steady = True
 
-    def becomes_steady(self) -> bool:
-        """Return whether the store has become steadily reachable since the last call. Called at each tick."""
+    def follow_breaker(self) -> bool:
+        """Take over whether the store is reachable now, at each tick. Return whether it has become steadily reachable
+        since the last call."""
         now = self._clock()
         if self._breaker.open:
             self._is_steady = False

@@ -92,7 +92,7 @@ def test_the_bounds_that_the_page_names_are_those_of_the_code() -> None:
     known = {
         "PEERS_AT_ONCE": PEERS_AT_ONCE,
         "PEER_PLACES": PEER_PLACES,
-        "peer_helper.MAX_PEERS": peer_helper.MAX_PEERS,
+        "peer_helper.MAX_ASKERS": peer_helper.MAX_ASKERS,
         "peer_caller.CALLED_AT_ONCE": peer_caller.CALLED_AT_ONCE,
         "LISTED_FROM": s3_store.LISTED_FROM,
         "EXCHANGE_S": EXCHANGE_S,

@@ -18,6 +18,8 @@ import pytest
 from kvoffd.errors import NoMoreThreads
 from kvoffd.system.threads import Workers
 from kvoffd.tiers.disk import DiskTier
+from kvoffd.tiers.peer_messages import HelperSettings
+from kvoffd.tiers.peer_process import HelperProcess
 from kvoffd.tiers.shared import SharedTier
 from kvoffd.tiers.store import Credentials, open_store
 from kvoffd.tiers.tier import TierListener
@@ -176,3 +178,21 @@ def test_a_shared_tier_leaves_nothing_where_a_thread_does_not_start(
         tier = open_tier(clock=time.monotonic, post=print, listener=listener, ask_deadline_s=1.0)
         assert tier.close(DEADLINE_S)
     assert {*threading.enumerate()} <= before
+
+
+@pytest.mark.parametrize("started", range(3))
+def test_a_helper_process_leaves_nothing_where_a_thread_does_not_start(
+    started: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(thread: threading.Thread) -> None:
+        if thread.name.startswith("kvoffd-") and next(numbers) == started:
+            raise RuntimeError("can't start new thread")
+        real_start(thread)
+
+    numbers, real_start = itertools.count(), threading.Thread.start
+    monkeypatch.setattr(threading.Thread, "start", start)
+    before = {*threading.enumerate(), *open_files()}
+    settings = HelperSettings(["127.0.0.1:1"], "", b"a secret of tests")
+    with pytest.raises((NoMoreThreads, RuntimeError)):  # the latter of the thread that touches its memory
+        HelperProcess(settings, (-1, 0, 0), lambda *_: None, lambda: None)
+    assert {*threading.enumerate(), *open_files()} <= before
