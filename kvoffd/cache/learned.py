@@ -270,12 +270,12 @@ class LruFallback:
         lead = self._lead / self._asked
         if known.as_lru:
             self._excess = max(0.0, lead)
-            self._change(0, JUDGED_AFTER)
+            self._change(as_lru=False, lifetimes=JUDGED_AFTER)
         elif lead > MIN_LEAD + self._excess:
-            self._change(1, self._stay)
+            self._change(as_lru=True, lifetimes=self._stay)
             self._stay = min(2 * self._stay, MAX_STAY)
 
-    def _change(self, as_lru: int, lifetimes: int) -> None:
+    def _change(self, *, as_lru: bool, lifetimes: int) -> None:
         self._known.as_lru, self._asked, self._lead = as_lru, 0.0, 0.0
         self._change_at = self._known.now + lifetimes * self._known.lifetime
 
