@@ -44,7 +44,7 @@ TAKEN_AT_ONCE = 64
 MAX_UNCOUNTED_BYTES = 32 << 20
 """Limit of the memory of prompts that wait for a report. Beyond it the oldest is counted without one."""
 PART_BYTES = 1024
-"""Memory that the lookup of a group takes there besides its keys, about."""
+"""Memory of one group of such a lookup besides its keys, about."""
 
 
 class AskedKeys:
@@ -58,7 +58,7 @@ class AskedKeys:
         reasons: by key the ``MissReason``, or one of FOUND, CAME, IN_A_TIER and UNANSWERED_YET. Once the prompt is
             counted by its outcome, FOUND for covered keys, and the ``MissReason`` of all others.
         chain: None until the lookup has found what it can.
-        prompt_hash: 32 bits that name its prompt, the same for all its lookups; no ``BlockTable.prompt``.
+        prompt_hash: 32 bits that name its prompt, the same for all its lookups; not that of ``BlockTable.prompt``.
         down: names of the tiers that may have had some of the keys, and failed or were not asked because they had.
         sources: names of the tiers that had some of the keys, or were asked for them.
     """
@@ -75,7 +75,8 @@ class AskedKeys:
         self._marks: list[tuple[int, int, int]] = []
 
     def mark(self, first: int, end: int, reason: int) -> None:
-        """Record a reason for keys ``first`` to ``end`` that ``found`` will set; TIER_DOWN for absent ones only."""
+        """Record a reason for keys ``first`` to ``end``, which ``found`` sets later: TIER_DOWN only for keys that may
+        be in that tier, others for all."""
         self._marks.append((first, end, reason))
 
     def tier_is_down(self, name: str) -> None:
@@ -292,7 +293,7 @@ class UncountedPrompts:
             return []
         self._by_lease.setdefault((session, lease_id), []).extend(asked)
         self._leases_of.setdefault(session, {})[lease_id] = None
-        self._nbytes += _nbytes(asked)
+        self._nbytes += _memory_of(asked)
         dropped = []
         while self._nbytes > MAX_UNCOUNTED_BYTES:
             dropped.append(self.take(*next(iter(self._by_lease))))
@@ -301,7 +302,7 @@ class UncountedPrompts:
     def take(self, session: int, lease_id: int) -> list[AskedKeys]:
         """Remove a prompt and return its keys, in the order of its lookups; none if it is unknown or was counted."""
         parts = self._by_lease.pop((session, lease_id), [])
-        self._nbytes -= _nbytes(parts)
+        self._nbytes -= _memory_of(parts)
         if (leases := self._leases_of.get(session)) is not None:
             leases.pop(lease_id, None)
             if not leases:
@@ -328,5 +329,6 @@ class UncountedPrompts:
         return taken
 
 
-def _nbytes(parts: Iterable[AskedKeys]) -> int:
+def _memory_of(parts: Iterable[AskedKeys]) -> int:
+    """Return the memory of parts, about. A reason and a block for each key take no more than the keys again."""
     return sum(PART_BYTES + 2 * len(part.chain.keys) for part in parts if part.chain is not None)

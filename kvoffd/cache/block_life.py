@@ -172,6 +172,7 @@ class BlockLife:
         have been partial for ABANDONED_S: these stores may be gone. Returns whether there are any."""
         if not self._sole_of:
             return False
+        # Blocks of stores with the number 0 have no entry, and stay: any such store may add what they lack.
         others = dict.fromkeys(block for block in blocks.tolist() if self._sole_of.get(block, sole) != sole)
         until = self._clock() - ABANDONED_S
         abandoned = [block for block in others if self.partial.get(block, inf) <= until]
@@ -308,7 +309,8 @@ class BlockLife:
         taken = 0
         for group in groups:
             blocks = self.blocks.oldest(group, count - taken)
-            if (taken := taken + len(blocks)) < count:
+            taken += len(blocks)
+            if taken < count:  # it has no more
                 del self.unswept[group.number]
             states = self.blocks.state[blocks]
             for state in (READY, WRITING):

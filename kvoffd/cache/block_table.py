@@ -212,6 +212,7 @@ class BlockTable(Structure):
         self.pages = np.zeros(slots, np.uint32)
         """[blocks] pages of the block's slots."""
         self.older, self.newer = np.zeros(slots, np.uint32), np.zeros(slots, np.uint32)
+        """[blocks] neighbours in the list of their group, from the block that was first added to the last."""
         self.misses = np.zeros(KNOWN_MISSES, np.uint64)
         self.prompt = np.zeros(slots, np.uint64)
         """[blocks] number of the prompt that last looked the block up, or of the one whose store made it."""

@@ -125,8 +125,8 @@ class Cache:
         self._prefetches = Prefetches(self.life, clock, lease_ttl_s)
         self._events, self._clock, self._partial_timeout_s = events, clock, partial_timeout_s
         self.swept_at_once = SWEPT_AT_ONCE
-        self._has_overdue = False
-        """Whether more leases may be overdue, or blocks partial for too long, than the last step has ended."""
+        self._may_be_overdue = False
+        """Whether the last step that ends leases, and drops what is partial for too long, may have left some."""
 
     # --- lookups --------------------------------------------------------------------------------
 
@@ -173,8 +173,8 @@ class Cache:
             for index, keys in groups:
                 group = namespace.groups[index]
                 of_group = self.blocks.lookup(group, keys, lease=is_new)  # a new lease pins them by the same call of C
-                found.append(of_group)
-                if group.predecessors:
+                found.append(of_group)  # before what may raise: ``discard`` ends the leases of all that is in it
+                if group.predecessors:  # of what a reset took, C knows no reason
                     reasons = self.life.reasons_with_resets(group, keys, of_group.reasons)
                     found[-1] = of_group = of_group._replace(reasons=reasons)
                 self.blocks.prompt[of_group.ready] = self.blocks.last_prompt
@@ -283,7 +283,7 @@ class Cache:
             ready = blocks[is_ready]
             absent = list(compress(different, (~is_ready).tolist()))
             count += len(ready)
-            if wish is None:
+            if wish is None:  # RELEASE
                 self.order.release(giver, group, ready, absent)
             else:
                 self.order.record_askers(group, packed_keys, states, ready, giver)
@@ -354,7 +354,7 @@ class Cache:
             ended = len(partial)
         # Ended leases stay in ``by_id`` until they are unpinned, and ``end_overdue`` looks at its first ones only: they
         # may hide overdue ones.
-        self._has_overdue = ended > 0 or self.leases.has_to_unpin
+        self._may_be_overdue = ended > 0 or self.leases.has_to_unpin
         return ended
 
     def background(self) -> bool:
@@ -364,14 +364,14 @@ class Cache:
         more = self.order.background()
         if self.leases.has_to_unpin:
             self.leases.unpin_some()
-        elif self._has_overdue:
+        elif self._may_be_overdue:
             self._end_overdue()
         elif self.prompts.uncounted.has_ended:
             self.prompts.count_some_ended()
         elif self.life.unswept:
             group = next(iter(self.life.unswept.values()))
             self.life.sweep([group], max(1, self.swept_at_once // len(group.sizes)))
-        more = more or self._has_overdue or self.leases.has_to_unpin
+        more = more or self._may_be_overdue or self.leases.has_to_unpin
         return bool(more or self.prompts.uncounted.has_ended or self.life.unswept)
 
     # --- facts ----------------------------------------------------------------------------------

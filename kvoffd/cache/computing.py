@@ -46,8 +46,9 @@ class Computing:
         self._fields = _Fields(at_lacked=self._lacked.ctypes.data, bits=BITS, seed=seed)
         self._at = ctypes.addressof(self._fields)
 
-    def record_lacking(self, group: Group, keys: bytes, reasons: bytearray, prompt_hash: int) -> None:
-        """Record what a prompt lacks: change the reasons of keys that another one is computing to COMPUTING.
+    def mark_computing(self, group: Group, keys: bytes, reasons: bytearray, prompt_hash: int) -> None:
+        """Set the reasons of absent keys that another prompt is computing to COMPUTING, and record the others: this
+        prompt computes them.
 
         ``prompt_hash``: 32 bits, the same at each lookup of the prompt.
         """

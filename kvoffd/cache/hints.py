@@ -278,7 +278,7 @@ class HintedOrder:
         group.namespace.counters.retained_found_keys += int(are_retained.sum())
         outside = np.zeros(len(found), np.bool_)
         outside[~are_retained] = self._remove_hints(group, found[~are_retained])
-        for number, at in self.retentions.by_hint(found):
+        for number, at in self.retentions.by_hint(found):  # only retained ones have a hint by now
             outside[at] = self._take_from_part(number, found[at])
         self._give_to_policy(group, found[outside])
 
@@ -292,7 +292,7 @@ class HintedOrder:
         wishes = [awaited.take((group.number, key)) for key in split]
         for wish in dict.fromkeys(one for one in wishes if one is not None):
             members = np.array([one is wish for one in wishes], np.bool_)
-            self._retain(wish, group, blocks[members][::-1])
+            self._retain(wish, group, blocks[members][::-1])  # root first
 
     def remove(self, group: Group, blocks: BlockIds, keys: bytes) -> None:
         self._retained_may_be_next = True  # others move up

@@ -270,13 +270,12 @@ class LruFallback:
         lead = self._lead / self._asked
         if known.as_lru:
             self._excess = max(0.0, lead)
-            self._change(JUDGED_AFTER, as_lru=False)
+            self._change(as_lru=False, lifetimes=JUDGED_AFTER)
         elif lead > MIN_LEAD + self._excess:
-            self._change(self._stay, as_lru=True)
+            self._change(as_lru=True, lifetimes=self._stay)
             self._stay = min(2 * self._stay, MAX_STAY)
 
-    def _change(self, lifetimes: int, *, as_lru: bool) -> None:
-        """Switch, begin the counts again, and do not switch back for this many pool lifetimes."""
+    def _change(self, *, as_lru: bool, lifetimes: int) -> None:
         self._known.as_lru, self._asked, self._lead = as_lru, 0.0, 0.0
         self._change_at = self._known.now + lifetimes * self._known.lifetime
 

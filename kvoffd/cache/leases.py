@@ -61,8 +61,8 @@ class Leases:
     ) -> None:
         self._life, self._blocks, self._clock = life, life.blocks, clock
         self.ttl_s, self.most_bytes, self._max_keys, self._max_leases = ttl_s, most_bytes, max_keys, max_leases
-        self._unshared_bytes = most_bytes // 2
-        """Bytes up to which all pins together may grow whatever the sessions' shares are."""
+        self._unrationed_bytes = most_bytes // 2
+        """Bytes of all pins up to which a session may have more than its share."""
         self.by_id: dict[int, Lease] = {}
         self.withheld_bytes = 0
         self.ended_at_once = ENDED_AT_ONCE
@@ -129,7 +129,7 @@ class Leases:
         the lookup.
         """
         ready = _ready_of(found)
-        if is_new and (ready.size or lease.coming):
+        if is_new and (ready.size or lease.coming):  # it becomes active
             of_session = self.by_session.setdefault(lease.session, {})
             lease.siblings = of_session.setdefault(lease.namespace, lease.siblings)  # its own, which is empty, if first
             lease.siblings.leases[lease] = None
@@ -169,7 +169,7 @@ class Leases:
         """
         nbytes, left = int(self._blocks.pages[wanted].sum()) * PAGE_BYTES, UNPINNED_FOR_LOOKUP + 2 * len(wanted)
         fits_share = self.of(session).nbytes + nbytes <= self._share_bytes(session)
-        most_bytes = self.most_bytes if fits_share else self._unshared_bytes  # beyond its share it may only use these
+        most_bytes = self.most_bytes if fits_share else self._unrationed_bytes  # beyond its share it may only use these
         while self._to_unpin and left > 0 and self._blocks.pinned_bytes + nbytes > most_bytes:
             left -= self.unpin_some()
 
@@ -190,7 +190,7 @@ class Leases:
 
     def _is_within_share(self, session: int, newly_leased_bytes: int) -> bool:
         """Return whether a session may keep these bytes that were just leased for it, as far as others need a part."""
-        if not newly_leased_bytes or self._blocks.pinned_bytes <= self._unshared_bytes:
+        if not newly_leased_bytes or self._blocks.pinned_bytes <= self._unrationed_bytes:
             return True
         return self.of(session).nbytes + newly_leased_bytes <= self._share_bytes(session)
 
@@ -220,7 +220,7 @@ class Leases:
         share = max(0, self._share_bytes(lease.session) - leased.nbytes)
         # As ``_is_within_limit``, for each block.
         fits = (to_lease <= most - self._blocks.leased_bytes) & (to_pin <= max(0, most - pinned_bytes))
-        fits &= (to_lease <= share) | (pinned_bytes + to_pin <= self._unshared_bytes)  # as ``_is_within_share``
+        fits &= (to_lease <= share) | (pinned_bytes + to_pin <= self._unrationed_bytes)  # as ``_is_within_share``
         count = min(leading(fits), max(0, self._max_keys - leased.keys))
         if count < len(blocks):
             self._claims[lease.session] = self._clock() + CLAIM_S
@@ -311,7 +311,7 @@ class Leases:
             unpinned += len(lease.blocks)
         self._count_to_unpin -= len(ended)
         for lease in ended:
-            if self.by_id.get(lease.lease_id) is lease:
+            if self.by_id.get(lease.lease_id) is lease:  # a new one may have got its id
                 del self.by_id[lease.lease_id]
             if lease.covers_at_end and lease.blocks.size:
                 lease.namespace.counters.covered_keys += len(lease.blocks)

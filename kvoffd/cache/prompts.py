@@ -78,7 +78,7 @@ class Prompts:
             tokens = max(tokens, len(of_group.states) * group.tokens)
             part.prompt_hash = prompt_hash
             part.found(chain := Chain(group, keys, of_group.ready, of_group.ready_prefix), of_group.reasons)
-            if group.sizes:
+            if group.sizes:  # before all ranks have registered, a block's bytes are unknown
                 chains.append(chain)
         counters.asked_tokens += tokens
         if reported:
@@ -100,7 +100,7 @@ class Prompts:
     def _report_oldest(self) -> None:
         namespace, chains, asked, prompt_hash, reported, ready_losses = self.unreported.popleft()
         chains = [chain for chain in chains if not chain.group.retired]
-        if self._life.ready_losses != ready_losses:
+        if self._life.ready_losses != ready_losses:  # some that were found may be gone
             states = self._life.blocks.state
             chains = [chain._replace(ready=chain.ready[states[chain.ready] == READY]) for chain in chains]
         ready = [chain.ready for chain in chains if chain.ready.size]
@@ -116,7 +116,7 @@ class Prompts:
             for part in asked:
                 found = part.chain
                 if found is not None and found.ready_prefix < len(part.reasons) and not found.group.retired:
-                    self._computing.record_lacking(found.group, found.keys, part.reasons, prompt_hash)
+                    self._computing.mark_computing(found.group, found.keys, part.reasons, prompt_hash)
         for watcher in tuple(self.watchers):  # one may remove itself
             watcher(chains)
 
@@ -170,7 +170,7 @@ class Prompts:
         # Of the group that the namespace has by now: the chain's own knows of no reset since the lookup.
         reasons = bytearray(self._life.reasons_of(asked.namespace.group(chain.group.index), keys))
         if asked.reported and not (chain.group.retired or asked.namespace.of_bench):
-            self._computing.record_lacking(chain.group, keys, reasons, asked.prompt_hash)
+            self._computing.mark_computing(chain.group, keys, reasons, asked.prompt_hash)
         asked.missed(first, bytes(reasons))
 
     def count_some_ended(self) -> None:

@@ -215,52 +215,49 @@ class Retentions:
 
     def fitting(self, wish: Wish, group: Group, blocks: BlockIds) -> BlockIds:
         """Return the first of a group's blocks that may be retained besides what is, after others were displaced."""
+        limits: list[tuple[Namespace | Retentions, int]] = [(self, self._most_bytes)]
         if (quota := self._quotas.get(wish.namespace.fingerprint)) is not None:
-            blocks = self._fitting(wish, blocks, group.block_bytes, int(RETAINED_SHARE * quota), wish.namespace)
-        return self._fitting(wish, blocks, group.block_bytes, self._most_bytes, self)
+            limits.insert(0, (wish.namespace, int(RETAINED_SHARE * quota)))
+        for limited, most_bytes in limits:
+            others_bytes = max(0, most_bytes - len(blocks) * group.block_bytes)
+            if limited.retained_bytes > others_bytes:
+                self._displace(wish, limited, others_bytes, max(0, most_bytes - limited.retained_bytes))
+            blocks = blocks[: max(0, most_bytes - limited.retained_bytes) // max(1, group.block_bytes)]
+        return blocks
 
-    def _fitting(
-        self, wish: Wish, blocks: BlockIds, block_bytes: int, most_bytes: int, within: Namespace | Retentions
-    ) -> BlockIds:
-        """Return the first blocks that may be retained. ``within``: what has the ``retained_bytes`` to which the limit
-        applies: the namespace, or ``self`` for the whole pool."""
-        target = most_bytes - len(blocks) * block_bytes  # what others may keep if all blocks are to fit
-        if within.retained_bytes > target:
-            self._displace(wish, max(0, target), within, max(0, most_bytes - within.retained_bytes))
-        return blocks[: max(0, most_bytes - within.retained_bytes) // max(1, block_bytes)]
-
-    def _displace(self, wish: Wish, target: int, within: Namespace | Retentions, free: int) -> None:
-        """End retentions for a wish, until those of a namespace, or all, have at most ``target`` bytes.
+    def _displace(self, wish: Wish, limited: Namespace | Retentions, others_bytes: int, free_bytes: int) -> None:
+        """End retentions for a wish, until ``limited`` (its namespace, or all retentions) retains at most
+        ``others_bytes``.
 
         They are of lower priority, and of its session or of one that has more than its share. Of such a session they
-        may be of any priority while the wish's own session has less than its share, ``free`` bytes included: it gets
+        may be of any priority while the wish's own session has less than its share, ``free_bytes`` included: it gets
         these in any case.
         """
         share = self._most_bytes // len({*self._bytes_of, wish.session})
-        left, may_take = DISPLACED_AT_ONCE, share - self._bytes_of.get(wish.session, 0) - free
+        left, may_take = DISPLACED_AT_ONCE, share - self._bytes_of.get(wish.session, 0) - free_bytes
         for priority, session in sorted(self._ranked):
             own, lower = session == wish.session, priority < wish.priority
             if own and not lower:
                 continue
             for one in list(islice(reversed(self._ranked[priority, session].values()), left)):
-                if within.retained_bytes <= target:
+                if limited.retained_bytes <= others_bytes:
                     return
                 has_more = self._bytes_of[session] > share
                 if not own and not (has_more and (lower or one.nbytes <= may_take)):
                     break
                 left -= 1
-                if within in (self, one.wish.namespace):
+                if limited in (self, one.wish.namespace):
                     if not own:  # what was its own leaves the session's bytes as they were
                         may_take -= one.nbytes
                     self._end(one)
 
     def put(self, wish: Wish, group: Group, blocks: BlockIds) -> None:
-        """Retain blocks of a group, which no hint has. As many numbers as blocks must be left: each new retention takes
-        at least a block."""
+        """Retain blocks of a group, which no hint has. As many numbers as blocks must be left (``has_numbers``): each
+        new retention takes a block at least."""
         most = max(1, min(MOST_TOGETHER, self._most_bytes // (LEAST_RETENTIONS * max(1, group.block_bytes))))
         while blocks.size:
             one = wish.filling
-            if one is None or not one.left or self.live.get(one.number) is not one:
+            if one is None or not one.left or self.live.get(one.number) is not one:  # none, or it is full, or has ended
                 one = wish.filling = Retention(wish, self.new_number(), most)
                 self.live[one.number] = one
                 self._listed = None

@@ -107,7 +107,8 @@ class BlockStores:
             return _Offer(ticket, range(len(verdicts)), prompts, NO_BLOCKS)
         narrow = blocks[np.frombuffer(verdicts, np.uint8) == StoreVerdict.NARROW]
         self._drop_narrow(group, narrow)
-        if self._life.drop_abandoned(blocks, sole) or narrow.size:  # the dropped ones are absent now
+        any_abandoned = self._life.drop_abandoned(blocks, sole)
+        if narrow.size or any_abandoned:  # the dropped ones are absent now
             verdicts, blocks = self._blocks.judge(*offered)
         of_key = np.frombuffer(verdicts, np.uint8)
         absent, joined, duplicates = (
@@ -116,8 +117,8 @@ class BlockStores:
         )
         # The keys of these count as present, repeats included. If A's block is one of them, and B is absent, the store
         # of A, A, B, B has the duplicate B alone.
-        if others := {*self._life.unjoinable(blocks[joined], sole)}:
-            joined = [index for index in joined if int(blocks[index]) not in others]
+        if unjoinable := {*self._life.unjoinable(blocks[joined], sole)}:
+            joined = [index for index in joined if int(blocks[index]) not in unjoinable]
             split = np.frombuffer(part.keys, group.namespace.key_type).tolist()
             wanted = {split[index] for index in (*absent, *joined)}
             duplicates = [index for index in duplicates if split[index] in wanted]
@@ -148,7 +149,7 @@ class BlockStores:
         continued: dict[int, int] = {}
         """Numbers of prompts that continue, by the labels that they have in ``StorePart.prompts``."""
         for part in parts:
-            labels = list(part.prompts or range(len(part.starts)))
+            labels = list(part.prompts or range(len(part.starts)))  # by default those of one index are one prompt's
             before = self._prompts_before(namespace.groups[part.group], part.before) if part.before else {}
             for at, start in enumerate(part.starts):
                 if at and part.before.get(start) == part.keys[(start - 1) * size : start * size]:
@@ -213,7 +214,7 @@ class BlockStores:
         if len(absent) * size < len(keys):
             keys = select_keys(keys, absent, size)
         runs, limit_score = self._runs_of(group, ticket.part, keys, absent)
-        limit_prompt, newest, may_evict = ANY_PROMPT, int(prompts.max()), True
+        limit_prompt, newest, are_any_left = ANY_PROMPT, int(prompts.max()), True
         # Every admitted block gets space if tiers are written, because only blocks in the pool are written to them.
         takes_all = self._life.tiers is not None and self._life.tiers.are_written
         while runs:
@@ -236,12 +237,14 @@ class BlockStores:
                     runs += _by_prompt(_Run(begin, end, score), prompts)
                     continue
                 limit_score, limit_prompt = below, oldest
-            # It got too little. Its score has kept it out if it has one, and blocks with a higher score may go, which a
-            # later run may take: it is rejected. Else there is no space.
-            if limit_score < inf and may_evict:  # once there are none, there are none for the rest
-                may_evict = self._space.victims.are_evictable(newest)
-            is_rejected = limit_score < inf and may_evict
-            (ticket.rejected if is_rejected else ticket.no_space).extend(absent[begin:end])
+            # It got too little. If blocks that may go for some score are left, its own has kept it out, and it is
+            # rejected. If none are, or if no score was asked for, there is no space.
+            if limit_score < inf and are_any_left:  # once none are, none are for the rest
+                are_any_left = self._space.victims.are_evictable(newest)
+            if limit_score < inf and are_any_left:
+                ticket.rejected += absent[begin:end]
+            else:
+                ticket.no_space += absent[begin:end]
 
     def _runs_of(self, group: Group, part: StorePart, keys: bytes, absent: Sequence[int]) -> tuple[list[_Run], float]:
         """Return the absent keys as runs, the last one first, and the score up to which none gets space: in a full
@@ -292,6 +295,7 @@ class BlockStores:
         every, of_tickets = 0, tokens or [NO_TOKENS] * len(tickets)
         for ticket, sums, of_keys in zip(tickets, checksums, of_tickets, strict=True):
             part, written = ticket.part, (ticket.group, ticket.blocks, ticket.slots)
+            # One chain, with no key named before it, whose first key got a block: nothing is to be looked up.
             begins_prompt = not part.before and ticket.copy[:1] == [0] and len(part.starts) == 1
             chains = _FROM_ROOT if begins_prompt else self._chains_of(ticket)
             ready = self._life.publish(*written, ticket.first_blocks, sums, of_keys, chains)

@@ -115,7 +115,8 @@ class StorePart(NamedTuple):
     """Key before a chain's first in its prompt, by the first one's index; none if it begins the prompt, or if that is
     unknown."""
     prompts: Sequence[int] = ()
-    """Label of each chain's prompt, the same in all groups of this store; by default each chain is another prompt's."""
+    """Label of each chain's prompt, the same in all groups of this store. By default it is the chain's index, so that
+    the first chains of all groups are one prompt's."""
 
 
 @dataclass(slots=True, eq=False)

@@ -17,17 +17,17 @@ def test_each_key_of_a_long_prompt_is_known_and_found_ones_are_left() -> None:
     computing, group, keys = Computing(lambda: 5.0), group_of(), os.urandom(COUNT * KEY_BYTES)
     first = bytearray([MissReason.UNKNOWN, MissReason.EVICTED, FOUND, MissReason.PARTIAL]) * (COUNT // 4)
     before = bytes(first)
-    computing.record_lacking(group, keys, first, 1)
+    computing.mark_computing(group, keys, first, 1)
     assert first == before, "nobody computes them yet"
     second = bytearray(before)
-    computing.record_lacking(group, keys, second, 2)
+    computing.mark_computing(group, keys, second, 2)
     assert second == bytes([MissReason.COMPUTING, MissReason.COMPUTING, FOUND, MissReason.PARTIAL]) * (COUNT // 4)
     other = bytearray(before)
-    computing.record_lacking(group_of(name=1), keys, other, 3)
+    computing.mark_computing(group_of(name=1), keys, other, 3)
     assert other == before, "another namespace's keys"
     computing.offered(group, keys[: COUNT // 2 * KEY_BYTES])
     third = bytearray(before)
-    computing.record_lacking(group, keys, third, 3)
+    computing.mark_computing(group, keys, third, 3)
     assert third.count(MissReason.COMPUTING) == COUNT // 4, "the half that was not offered"
 
 
@@ -35,17 +35,17 @@ def test_memory_is_bounded_and_the_oldest_keys_go() -> None:
     now = [0.0]
     computing, group = Computing(lambda: now[0]), group_of()
     old, recent = (os.urandom(COUNT * KEY_BYTES) for _ in range(2))
-    computing.record_lacking(group, old, bytearray(COUNT), 1)
+    computing.mark_computing(group, old, bytearray(COUNT), 1)
     for _ in range((1 << BITS) // COUNT):
         now[0] += 1.0
-        computing.record_lacking(group, os.urandom(COUNT * KEY_BYTES), bytearray(COUNT), 2)
+        computing.mark_computing(group, os.urandom(COUNT * KEY_BYTES), bytearray(COUNT), 2)
     now[0] += 1.0
-    computing.record_lacking(group, recent, bytearray(COUNT), 3)
+    computing.mark_computing(group, recent, bytearray(COUNT), 3)
     for keys, least, most in ((recent, COUNT, COUNT), (old, 0, COUNT // 2)):
         reasons = bytearray(COUNT)
-        computing.record_lacking(group, keys, reasons, 4)
+        computing.mark_computing(group, keys, reasons, 4)
         assert least <= reasons.count(MissReason.COMPUTING) <= most
     now[0] += MOST_S
     reasons = bytearray(COUNT)
-    computing.record_lacking(group, recent, reasons, 5)
+    computing.mark_computing(group, recent, reasons, 5)
     assert not any(reasons), "its prompt has given up"
