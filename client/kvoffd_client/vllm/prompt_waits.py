@@ -12,6 +12,7 @@ from kvoffd_client.vllm.config import ConnectorOptions
 from kvoffd_client.vllm.do_no_harm import DoNoHarm
 from kvoffd_client.vllm.engine_facts import EngineFacts
 from kvoffd_client.vllm.keyed_lookup import NOTHING_AWAITED, KeyedLookup
+from kvoffd_client.vllm.next_wait import NO_WAIT, AwaitedEvent, NextWait, WaitFacts, next_wait
 from kvoffd_client.vllm.parked_prompts import Parked
 from kvoffd_client.vllm.request_lookups import RequestLookups
 from kvoffd_client.vllm.request_state import FoundTokens, RequestState, ScanBasis
@@ -19,8 +20,6 @@ from kvoffd_client.vllm.scans import PreparedScan
 from kvoffd_client.vllm.waits import LONG_AGO, MIN_COMPUTED_S, AnswerWait, EngineClock
 from kvoffd_proto.messages import SHARED
 
-LOAD_PAUSE_S = 0.05
-"""Longest time for which a request that waits for another one's load is not scanned."""
 SCANNED_HASHES = 1024
 """Block hashes of the prompts that one step scans for the first time although they wait behind another load; at least
 one prompt. vLLM makes a key of each hash, in about a microsecond."""
@@ -130,24 +129,24 @@ class PromptWaits:
         if timed_out:
             self._counters[metrics.LOOKUP_WAITS_TIMED_OUT] += 1
 
-    def _park(self, state: RequestState, own_tokens: int, until: float) -> None:
-        """Pass over a request until the answer to its lookup comes, or this time."""
-        request_id, tier_wait, ask_order = state.request.request_id, state.wait.tier, None
-        if tier_wait.is_awaited:
-            self._queue.wait_for_tier(request_id)
-            # It asks again when the first of these does (``Parked.ask_order``), so its own time is only the wait's end.
-            if state.answer is not None and state.answer.future.asking:
-                ask_order, until = state.number, max(until, tier_wait.judge_at)
+    def _park(self, state: RequestState, own_tokens: int, wait: NextWait) -> None:
+        """Pass over a request until what it waits for comes, or its time."""
+        request, event = state.request, wait.event
+        in_turns = event in (AwaitedEvent.TIER, AwaitedEvent.STORE)
+        if in_turns:
+            self._queue.wait_for_tier(request.request_id)
+        is_for_load = event is AwaitedEvent.LOAD
         parked = Parked(
             own_tokens,
-            until,
-            state.in_flight.future if state.in_flight is not None else None,
-            in_turns=tier_wait.is_awaited,
-            priority=state.request.priority,
-            ask_order=ask_order,
-            ask_at=tier_wait.ask_at,
+            wait.until,
+            state.in_flight.future if state.in_flight is not None and not is_for_load else None,
+            in_turns=in_turns,
+            priority=request.priority,
+            ask_order=state.number if event is AwaitedEvent.STORE else None,
+            ask_at=state.wait.tier.ask_at,
+            for_load=is_for_load,
         )
-        self._parked.park(request_id, parked)
+        self._parked.park(request.request_id, parked)
 
     # --- a prompt's scan ---------------------------------------------------------------------------
 
@@ -212,10 +211,11 @@ class PromptWaits:
         if (lookup := state.in_flight) is None or lookup.given_up:
             return True
         awaits_tails = state.scan.tails.is_awaited = lookup.asks_tails_beyond(state.answer)
-        if not (awaits_tails or wait.tier.is_awaited or self._lookups.lacks_answer(state)):
+        facts = self._facts(state, answer_comes=True, needs_answer=awaits_tails or self._lookups.lacks_answer(state))
+        if (following := next_wait(facts)) is NO_WAIT:
             return True
         wait.lookup.begin(lookup.sent_at_engine)
-        self._park(state, own_tokens, wait.lookup.late_at)
+        self._park(state, own_tokens, following)
         return False
 
     def found_before(self, state: RequestState, own_tokens: int) -> FoundTokens | None:
@@ -252,16 +252,12 @@ class PromptWaits:
     def record_scan(self, state: RequestState, own_tokens: int, tokens: int | None) -> None:
         """Record the result of a scan: ``tokens`` that can be loaded; None if the request waits for promotions, or for
         another request's load of the same blocks. Then it is not scanned again before that ends."""
-        request_id, wait = state.request.request_id, state.wait
-        if self._parked.is_parked(request_id, own_tokens):
+        if self._parked.is_parked(state.request.request_id, own_tokens):
             return  # for the answer about its tails
         if tokens is not None:
-            wait.found = FoundTokens(tokens, self._basis(state, own_tokens))
-        elif wait.tier.is_awaited and state.answer is not None:
-            self._park(state, own_tokens, min(wait.tier.ask_at, wait.tier.judge_at))
-        elif not state.request.num_preemptions:  # a preempted one waits for its own stores, whose end does not wake it
-            until = self._engine_clock.read() + LOAD_PAUSE_S
-            self._parked.park(request_id, Parked(own_tokens, until, for_load=True))
+            state.wait.found = FoundTokens(tokens, self._basis(state, own_tokens))
+        elif (following := next_wait(self._facts(state, scan_deferred=True))) is not NO_WAIT:
+            self._park(state, own_tokens, following)
 
     def _basis(self, state: RequestState, own_tokens: int) -> ScanBasis:
         # The last prepare_scan() showed no answer if nothing may be loaded.
@@ -269,6 +265,29 @@ class PromptWaits:
         return ScanBasis(answer, own_tokens, state.wait.tier.is_awaited, self._lookups.load_changes)
 
     # --- waits -------------------------------------------------------------------------------------
+
+    def _facts(
+        self,
+        state: RequestState,
+        *,
+        answer_comes: bool = False,
+        needs_answer: bool = False,
+        scan_deferred: bool = False,
+    ) -> WaitFacts:
+        """Return what ``next_wait`` decides by; it was judged just now whether the request waits for a tier."""
+        tier, answer = state.wait.tier, state.answer
+        return WaitFacts(
+            self._engine_clock.read(),
+            answer_comes=answer_comes,
+            needs_answer=needs_answer,
+            awaits_tier=tier.is_awaited and answer is not None,
+            asks_store=answer is not None and bool(answer.future.asking),
+            scan_deferred=scan_deferred,
+            was_preempted=scan_deferred and state.request.num_preemptions > 0,
+            late_at=state.wait.lookup.late_at,
+            ask_at=tier.ask_at,
+            judge_at=tier.judge_at,
+        )
 
     def _allowed_s(self, state: RequestState, tokens: int) -> float:
         """Return how long a request may wait for an answer about ``tokens`` of it."""
@@ -363,7 +382,6 @@ class PromptWaits:
         if self._do_no_harm:
             computed_s = self._times.seconds(state.request.request_id, tokens)
             loaded_s = self._harm.load_s(tokens)
-        tier_wait.begin(now, min(self._disk_wait_s, computed_s))
         # The daemon's estimate is of all tiers: that of an excluded one may make the wait seem longer than it is.
         expected_s = max(0.0, future.answered_at + future.wait_s - self._lookups.clock())
         asks_store = bool(future.asking) and not answer.comes_from(answer.tiers - {SHARED})
@@ -373,6 +391,7 @@ class PromptWaits:
         next_answer_comes = was_awaited and state.in_flight is not None and not state.in_flight.given_up
         tier_wait.judge(
             now,
+            longest_s=min(self._disk_wait_s, computed_s),
             is_worth_it=is_worth_it,
             is_estimated=bool(future.wait_s),
             asks_store=asks_store,
