@@ -1,4 +1,4 @@
-"""What a prompt that vLLM has not scheduled waits for, and until when: a decision over facts, without side effects.
+"""The next wait of a prompt that vLLM has not scheduled, for what and until when: decided by facts, no side effects.
 
 The first row that applies counts. "An answer comes": a lookup is in flight, and was not given up.
 
@@ -27,7 +27,7 @@ LOAD_PAUSE_S = 0.05
 
 
 class AwaitedEvent(Enum):
-    """What ends a prompt's wait before its time."""
+    """The event that ends a prompt's wait before its time."""
 
     NOTHING = auto()
     """It does not wait."""
@@ -70,7 +70,7 @@ class WaitFacts(NamedTuple):
 
 
 class NextWait(NamedTuple):
-    """What a prompt waits for, and the time at which it is looked at again in any case."""
+    """The event that a prompt waits for, and the time at which vLLM comes to it again in any case."""
 
     event: AwaitedEvent
     until: float

@@ -11,6 +11,7 @@ from kvoffd_client.vllm.compute_times import ComputeTimes
 from kvoffd_client.vllm.config import ConnectorOptions
 from kvoffd_client.vllm.do_no_harm import DoNoHarm
 from kvoffd_client.vllm.engine_facts import EngineFacts
+from kvoffd_client.vllm.engine_reports import LateTimes
 from kvoffd_client.vllm.keyed_lookup import NOTHING_AWAITED, KeyedLookup
 from kvoffd_client.vllm.next_wait import NO_WAIT, AwaitedEvent, NextWait, WaitFacts, next_wait
 from kvoffd_client.vllm.parked_prompts import Parked
@@ -33,11 +34,8 @@ class PromptWaits:
         engine_clock: time by which prompts wait.
         answer_wait: how long they wait for answers.
         counters: the engine's counters, which this adds to.
+        late_times: times at which lookups were given up, which this adds to.
         options: the connector's options. Registered workers should have reported within a lookup's deadline.
-
-    Attributes:
-        late_times_sum: sum of the times at which lookups were given up. The mean age of those of a period is the time
-            since the mean of their times, without a list of them.
     """
 
     def __init__(
@@ -50,6 +48,7 @@ class PromptWaits:
         engine_clock: EngineClock,
         answer_wait: AnswerWait,
         counters: metrics.Counters,
+        late_times: LateTimes,
         sleep: Callable[[float], None],
     ) -> None:
         self._lookups, self._namespace, self._counters = lookups, lookups.namespace, counters
@@ -57,20 +56,19 @@ class PromptWaits:
         self._engine, self._harm, self._times = engine, harm, times
         self._engine_clock, self._answer_wait, self._sleep = engine_clock, answer_wait, sleep
         self._deadline_s, self._disk_wait_s = options.lookup_deadline_s, options.disk_wait_s
-        self._do_no_harm = options.do_no_harm
-        self.late_times_sum = 0.0
+        self._do_no_harm, self._late_times = options.do_no_harm, late_times
         self._hashes_left = SCANNED_HASHES
         """Block hashes of prompts behind another load that this step may still scan."""
         self._must_wake = True
         """Whether parked prompts were not woken in this step yet: vLLM has come to none."""
-        self._may_pause = True
-        """Whether an idle engine may pause in this step: it has not, and no prompt has come since the step before."""
+        self._pause_is_left = True
+        """Whether an idle engine has not paused in this step, and no prompt has come since the step before."""
 
     def begin_step(self, *, is_idle: bool) -> None:
         """Begin a step, in which no request runs if it ``is_idle``."""
         self._engine_clock.begin_step(is_idle=is_idle)
         self._answer_wait.begin_step(is_idle=is_idle)
-        self._must_wake = self._may_pause = True
+        self._must_wake = self._pause_is_left = True
         self._hashes_left = SCANNED_HASHES
         self._queue.begin_step()
         self._times.begin_step()
@@ -78,7 +76,7 @@ class PromptWaits:
     def skip_pause(self) -> None:
         """Have an idle engine not pause in the next step, because a prompt has arrived: vLLM comes to those that are
         parked before it."""
-        self._may_pause = False
+        self._pause_is_left = False
 
     # --- parked prompts ----------------------------------------------------------------------------
 
@@ -91,7 +89,7 @@ class PromptWaits:
                 self._wake()
         if not self._parked.is_parked(request_id, own_tokens):
             return False
-        may_pause = self._engine_clock.is_idle and self._may_pause and self._engine.may_pause
+        may_pause = self._engine_clock.is_idle and self._pause_is_left and self._engine.may_pause
         if not may_pause or self._queue.has_work:
             return True
         self._pause()
@@ -111,7 +109,7 @@ class PromptWaits:
 
         That none comes says nothing of the daemon: no prompt's wait has timed out.
         """
-        self._may_pause, answer_wait = False, self._answer_wait
+        self._pause_is_left, answer_wait = False, self._answer_wait
         if (future := self._parked.first_awaited) is None:
             self._sleep(answer_wait.take_pause())
         elif answer_wait.may_wait(self._engine_clock.read()):
@@ -366,7 +364,7 @@ class PromptWaits:
             if allowed_s:  # else it was not waited for, as the last ones were late: that says nothing new
                 answer_wait.record_reply(now - lookup.sent_at_engine)
             self._counters[metrics.LATE_LOOKUPS] += 1
-            self.late_times_sum += self._lookups.clock()
+            self._late_times.add(self._lookups.clock())
 
     def _judge_tier_wait(self, state: RequestState) -> None:
         """Begin, continue or end a request's wait for promotions. It waits while promoting and loading are expected to

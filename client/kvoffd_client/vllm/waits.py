@@ -1,5 +1,14 @@
 """Waits of prompts, for answers to their lookups and for blocks that are being promoted: arithmetic, no waiting.
 
+| class | one for each | says |
+|---|---|---|
+| ``LookupWait`` | prompt | since when it waits for an answer, and when that is late |
+| ``TierWait`` | prompt | whether and until when it waits for blocks that come up, and when it asks again |
+| ``AnswerWait`` | engine | how long a prompt may wait for an answer, and the scheduler in a step |
+| ``EngineClock`` | engine | the time by which prompts wait |
+
+A prompt's two are its ``PromptWait`` (request_state.py). ``PromptWaits`` uses them all; ``next_wait`` decides.
+
 Times of ``LookupWait`` and ``TierWait`` are by ``EngineClock``.
 """
 
