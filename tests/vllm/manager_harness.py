@@ -102,6 +102,7 @@ class ManagerHarness:
             num_tokens=hashes * CHUNK_TOKENS + 1,
             num_prompt_tokens=hashes * CHUNK_TOKENS + 1,
             num_computed_tokens=0,
+            num_preemptions=0,
             priority=0,
             skip_reading_prefix_cache=False,
             pooling_params=None,

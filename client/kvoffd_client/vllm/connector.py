@@ -390,6 +390,7 @@ class KvoffdConnector(OffloadingConnector):
         vLLM resets when an engine pauses or sleeps, and before or after changes of its weights. The daemon drops
         nothing: blocks of unchanged weights are found again, and other engines keep theirs.
         """
+        # vLLM keeps its own cache, with blocks of the weights before, while requests use some of it.
         kept = self._pool is None or self._pool.get_usage() > 0
         self._manager.namespace.leave(engine_cache_kept=kept)
         if not kept:

@@ -160,6 +160,7 @@ class EngineNamespace:
         self._must_announce = False
         """The next step tells the workers the namespace."""
         self._engine_cache_kept = False
+        """Whether vLLM's own cache still had old blocks at the last ``leave()``."""
         self._apart: Apart | None = None
         """None if all workers are registered with the scheduler's daemon."""
         self._must_name_daemon = False

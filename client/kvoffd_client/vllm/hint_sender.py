@@ -90,7 +90,7 @@ class HintSender:
             return
         namespace, client, notes = self._namespace.current, self._namespace.client, state.hint_notes
         if namespace is None or self._namespace.problem:
-            self._counters[metrics.UNKNOWN_HINTS] += len(hints)
+            self._counters[metrics.IGNORED_HINTS] += len(hints)
             return
         named: dict[int, list[GroupKeys]] = {}  # by the first token of what a hint applies to
         for hint in hints:
@@ -101,11 +101,11 @@ class HintSender:
                 continue
             keys = sum(len(group.keys) for group in groups) // namespace.key_bytes
             if not self._budget.take(keys):
-                self._counters[metrics.UNKNOWN_HINTS] += 1
+                self._counters[metrics.IGNORED_HINTS] += 1
                 notes[name_of(hint)] = "dropped, as the engine had passed on too many"
             else:
                 was_sent = client.hint(hint.action, groups, hint.priority, hint.ttl_s, giver=state.hints.giver)
-                self._counters[metrics.UNKNOWN_HINTS] += not was_sent
+                self._counters[metrics.IGNORED_HINTS] += not was_sent
                 notes[name_of(hint)] = f"of {keys} key{plural(keys)}" if was_sent else "lost, as it could not be sent"
 
     def _keys_of(self, state: RequestState, start: int) -> list[GroupKeys]:

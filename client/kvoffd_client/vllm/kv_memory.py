@@ -79,7 +79,7 @@ def registration_of(
                 f"The KV cache is in {' and '.join(sorted(kinds))} memory; kvoffd serves NVIDIA GPUs and CPUs."
             )
         layouts = [_layout_in(offered, tensor, reason) for tensor in tensors]
-        undo.pop_all()
+        undo.pop_all()  # nothing is undone: the registration owns the segments now
     used = sorted({layout.segment for layout in layouts})
     return Registration(
         rank=shard,

@@ -115,7 +115,7 @@ class LiveWeights:
         cannot be read, which must cost an engine its shared blocks, not its start.
         """
         try:
-            self.changed = False
+            self.changed = False  # first: a change while the tensors are read counts
             began = time.monotonic()
             total, samples = hashlib.sha256(), list[torch.Tensor]()
             if not (models := self._models()):
@@ -154,7 +154,7 @@ class LiveWeights:
     def _noticing(self, method: Callable[..., Any]) -> Any:
         @wraps(method)
         def call(*args: Any, **kwargs: Any) -> Any:
-            self.changed = True
+            self.changed = True  # and again below: a digest that is taken while it runs may be of old and new weights
             try:
                 return method(*args, **kwargs)
             finally:

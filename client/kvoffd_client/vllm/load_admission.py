@@ -189,7 +189,7 @@ class LoadAdmission:
         }
         for other, load in others.items():
             if load.ended_at is None and other.request_id not in self._loading:
-                load.blocks, load.ended_at = 0, self._clock()
+                load.blocks, load.ended_at = 0, self._clock()  # counted again: after a failure all tokens are computed
             load.blocks = load.blocks or self._blocks_of(other.num_tokens + self._drafts, other.num_computed_tokens)
         return others
 

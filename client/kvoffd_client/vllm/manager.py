@@ -109,7 +109,16 @@ class KvoffdManager(OffloadingManager):
         self.requests, loading = self.lookups.requests, self.lookups.loading
         self.times = ComputeTimes(engine, self.prefill, namespace, self.requests, loading)
         self.waits = PromptWaits(
-            self.lookups, engine, options, self.harm, self.times, engine_clock, answer_wait, counters, self._sleep
+            self.lookups,
+            engine,
+            options,
+            self.harm,
+            self.times,
+            engine_clock,
+            answer_wait,
+            counters,
+            self._reports.late_times,
+            self._sleep,
         )
         self.stores = RequestStores(namespace, groups, engine, options, self.harm, clock, counters, self.lookups.read)
         self.outcomes = PromptOutcomes(namespace, groups, loading)
@@ -127,7 +136,7 @@ class KvoffdManager(OffloadingManager):
         self.lookups.begin_step()
         # Counts are kept until the daemon answers: lookups are late when it does not.
         if self.clock() >= self._reports.due_at and self.namespace.client.ready:
-            self._reports.send(self.prefill.tokens_per_second, self.waits.late_times_sum)
+            self._reports.send(self.prefill.tokens_per_second)
 
     def step_ended(self) -> None:
         """Record that the workers have ended a step with output."""
@@ -205,6 +214,7 @@ class KvoffdManager(OffloadingManager):
             self._counters[metrics.FAILED_STORES] += is_first
             self.stores.record_unstored(job.keys)
             return
+        # Each worker reports the keys of its own shards, so those of the later ones are invalidated too.
         if job.error in BLOCKS_UNUSABLE:
             self.namespace.client.invalidate(job.keys)
         if not is_first:
@@ -225,7 +235,7 @@ class KvoffdManager(OffloadingManager):
         state = RequestState(
             next(self._numbers), hints=hints, hint_notes=notes_of(hints), tiers=allowed_tiers(req_context)
         )
-        self._counters[metrics.UNKNOWN_HINTS] += hints.unknown
+        self._counters[metrics.IGNORED_HINTS] += hints.unknown
         self.requests[req_context.req_id] = state
         # Loaded blocks are offered for stores too: they are stored if the load failed, otherwise skipped.
         return RequestOffloadingContext(policy=OffloadPolicy.REQUEST_LEVEL)

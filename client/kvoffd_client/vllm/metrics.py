@@ -20,7 +20,7 @@ FAILED_STORES = "vllm:kvoffd_failed_stores"
 DEFERRED_STORES = "vllm:kvoffd_deferred_stores"
 SLOW_LOADS = "vllm:kvoffd_slow_loads_skipped"
 PAUSED_STORES = "vllm:kvoffd_paused_stores"
-UNKNOWN_HINTS = "vllm:kvoffd_unknown_hints"
+IGNORED_HINTS = "vllm:kvoffd_unknown_hints"
 PREFILL_RATE = "vllm:kvoffd_prefill_tokens_per_second"
 LOAD_RATE = "vllm:kvoffd_load_tokens_per_second"
 
@@ -39,14 +39,14 @@ _COUNTERS = {
     SLOW_LOADS: "Requests whose blocks were found but not loaded because computing was faster.",
     PAUSED_STORES: m.PAUSED_STORES,
     DEFERRED_STORES: "Stores deferred because the kvoffd daemon's credit was used up.",
-    UNKNOWN_HINTS: "Hints in requests that were not known, could not be read or sent, or were too many.",
+    IGNORED_HINTS: "Hints in requests that were not known, could not be read or sent, or were too many.",
 }
 DEFINITIONS: dict[str, OffloadingMetricMetadata] = {
     **{name: OffloadingGaugeMetadata(documentation=text) for name, text in _GAUGES.items()},
     **{name: OffloadingCounterMetadata(documentation=text) for name, text in _COUNTERS.items()},
 }
 
-REPORTED = (SLOW_LOADS, PAUSED_STORES, LATE_LOOKUPS, UNKNOWN_HINTS)
+REPORTED = (SLOW_LOADS, PAUSED_STORES, LATE_LOOKUPS, IGNORED_HINTS)
 """Counters for the arguments of ``SchedulerClient.report``, in that order."""
 
 

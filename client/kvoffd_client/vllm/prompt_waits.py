@@ -11,7 +11,9 @@ from kvoffd_client.vllm.compute_times import ComputeTimes
 from kvoffd_client.vllm.config import ConnectorOptions
 from kvoffd_client.vllm.do_no_harm import DoNoHarm
 from kvoffd_client.vllm.engine_facts import EngineFacts
+from kvoffd_client.vllm.engine_reports import LateTimes
 from kvoffd_client.vllm.keyed_lookup import NOTHING_AWAITED, KeyedLookup
+from kvoffd_client.vllm.next_wait import NO_WAIT, AwaitedEvent, NextWait, WaitFacts, next_wait
 from kvoffd_client.vllm.parked_prompts import Parked
 from kvoffd_client.vllm.request_lookups import RequestLookups
 from kvoffd_client.vllm.request_state import FoundTokens, RequestState, ScanBasis
@@ -19,8 +21,6 @@ from kvoffd_client.vllm.scans import PreparedScan
 from kvoffd_client.vllm.waits import LONG_AGO, MIN_COMPUTED_S, AnswerWait, EngineClock
 from kvoffd_proto.messages import SHARED
 
-LOAD_PAUSE_S = 0.05
-"""Longest time for which a request that waits for another one's load is not scanned."""
 SCANNED_HASHES = 1024
 """Block hashes of the prompts that one step scans for the first time although they wait behind another load; at least
 one prompt. vLLM makes a key of each hash, in about a microsecond."""
@@ -34,11 +34,8 @@ class PromptWaits:
         engine_clock: time by which prompts wait.
         answer_wait: how long they wait for answers.
         counters: the engine's counters, which this adds to.
+        late_times: times at which lookups were given up, which this adds to.
         options: the connector's options. Registered workers should have reported within a lookup's deadline.
-
-    Attributes:
-        late_times_sum: sum of the times at which lookups were given up. The mean age of those of a period is the time
-            since the mean of their times, without a list of them.
     """
 
     def __init__(
@@ -51,6 +48,7 @@ class PromptWaits:
         engine_clock: EngineClock,
         answer_wait: AnswerWait,
         counters: metrics.Counters,
+        late_times: LateTimes,
         sleep: Callable[[float], None],
     ) -> None:
         self._lookups, self._namespace, self._counters = lookups, lookups.namespace, counters
@@ -58,20 +56,19 @@ class PromptWaits:
         self._engine, self._harm, self._times = engine, harm, times
         self._engine_clock, self._answer_wait, self._sleep = engine_clock, answer_wait, sleep
         self._deadline_s, self._disk_wait_s = options.lookup_deadline_s, options.disk_wait_s
-        self._do_no_harm = options.do_no_harm
-        self.late_times_sum = 0.0
+        self._do_no_harm, self._late_times = options.do_no_harm, late_times
         self._hashes_left = SCANNED_HASHES
         """Block hashes of prompts behind another load that this step may still scan."""
         self._must_wake = True
         """Whether parked prompts were not woken in this step yet: vLLM has come to none."""
-        self._may_pause = True
-        """Whether an idle engine may pause in this step: it has not, and no prompt has come since the step before."""
+        self._pause_is_left = True
+        """Whether an idle engine has not paused in this step, and no prompt has come since the step before."""
 
     def begin_step(self, *, is_idle: bool) -> None:
         """Begin a step, in which no request runs if it ``is_idle``."""
         self._engine_clock.begin_step(is_idle=is_idle)
         self._answer_wait.begin_step(is_idle=is_idle)
-        self._must_wake = self._may_pause = True
+        self._must_wake = self._pause_is_left = True
         self._hashes_left = SCANNED_HASHES
         self._queue.begin_step()
         self._times.begin_step()
@@ -79,7 +76,7 @@ class PromptWaits:
     def skip_pause(self) -> None:
         """Have an idle engine not pause in the next step, because a prompt has arrived: vLLM comes to those that are
         parked before it."""
-        self._may_pause = False
+        self._pause_is_left = False
 
     # --- parked prompts ----------------------------------------------------------------------------
 
@@ -92,7 +89,7 @@ class PromptWaits:
                 self._wake()
         if not self._parked.is_parked(request_id, own_tokens):
             return False
-        may_pause = self._engine_clock.is_idle and self._may_pause and self._engine.may_pause
+        may_pause = self._engine_clock.is_idle and self._pause_is_left and self._engine.may_pause
         if not may_pause or self._queue.has_work:
             return True
         self._pause()
@@ -112,7 +109,7 @@ class PromptWaits:
 
         That none comes says nothing of the daemon: no prompt's wait has timed out.
         """
-        self._may_pause, answer_wait = False, self._answer_wait
+        self._pause_is_left, answer_wait = False, self._answer_wait
         if (future := self._parked.first_awaited) is None:
             self._sleep(answer_wait.take_pause())
         elif answer_wait.may_wait(self._engine_clock.read()):
@@ -130,24 +127,24 @@ class PromptWaits:
         if timed_out:
             self._counters[metrics.LOOKUP_WAITS_TIMED_OUT] += 1
 
-    def _park(self, state: RequestState, own_tokens: int, until: float) -> None:
-        """Pass over a request until the answer to its lookup comes, or this time."""
-        request_id, tier_wait, ask_order = state.request.request_id, state.wait.tier, None
-        if tier_wait.is_awaited:
-            self._queue.wait_for_tier(request_id)
-            # It asks again when the first of these does (``Parked.ask_order``), so its own time is only the wait's end.
-            if state.answer is not None and state.answer.future.asking:
-                ask_order, until = state.number, max(until, tier_wait.judge_at)
+    def _park(self, state: RequestState, own_tokens: int, wait: NextWait) -> None:
+        """Pass over a request until what it waits for comes, or its time."""
+        request, event = state.request, wait.event
+        in_turns = event in (AwaitedEvent.TIER, AwaitedEvent.STORE)
+        if in_turns:
+            self._queue.wait_for_tier(request.request_id)
+        is_for_load = event is AwaitedEvent.LOAD
         parked = Parked(
             own_tokens,
-            until,
-            state.in_flight.future if state.in_flight is not None else None,
-            in_turns=tier_wait.is_awaited,
-            priority=state.request.priority,
-            ask_order=ask_order,
-            ask_at=tier_wait.ask_at,
+            wait.until,
+            state.in_flight.future if state.in_flight is not None and not is_for_load else None,
+            in_turns=in_turns,
+            priority=request.priority,
+            ask_order=state.number if event is AwaitedEvent.STORE else None,
+            ask_at=state.wait.tier.ask_at,
+            for_load=is_for_load,
         )
-        self._parked.park(request_id, parked)
+        self._parked.park(request.request_id, parked)
 
     # --- a prompt's scan ---------------------------------------------------------------------------
 
@@ -212,10 +209,11 @@ class PromptWaits:
         if (lookup := state.in_flight) is None or lookup.given_up:
             return True
         awaits_tails = state.scan.tails.is_awaited = lookup.asks_tails_beyond(state.answer)
-        if not (awaits_tails or wait.tier.is_awaited or self._lookups.lacks_answer(state)):
+        facts = self._facts(state, answer_comes=True, needs_answer=awaits_tails or self._lookups.lacks_answer(state))
+        if (following := next_wait(facts)) is NO_WAIT:
             return True
         wait.lookup.begin(lookup.sent_at_engine)
-        self._park(state, own_tokens, wait.lookup.late_at)
+        self._park(state, own_tokens, following)
         return False
 
     def found_before(self, state: RequestState, own_tokens: int) -> FoundTokens | None:
@@ -252,16 +250,12 @@ class PromptWaits:
     def record_scan(self, state: RequestState, own_tokens: int, tokens: int | None) -> None:
         """Record the result of a scan: ``tokens`` that can be loaded; None if the request waits for promotions, or for
         another request's load of the same blocks. Then it is not scanned again before that ends."""
-        request_id, wait = state.request.request_id, state.wait
-        if self._parked.is_parked(request_id, own_tokens):
+        if self._parked.is_parked(state.request.request_id, own_tokens):
             return  # for the answer about its tails
         if tokens is not None:
-            wait.found = FoundTokens(tokens, self._basis(state, own_tokens))
-        elif wait.tier.is_awaited and state.answer is not None:
-            self._park(state, own_tokens, min(wait.tier.ask_at, wait.tier.judge_at))
-        elif not state.request.num_preemptions:  # a preempted one waits for its own stores, whose end does not wake it
-            until = self._engine_clock.read() + LOAD_PAUSE_S
-            self._parked.park(request_id, Parked(own_tokens, until, for_load=True))
+            state.wait.found = FoundTokens(tokens, self._basis(state, own_tokens))
+        elif (following := next_wait(self._facts(state, scan_deferred=True))) is not NO_WAIT:
+            self._park(state, own_tokens, following)
 
     def _basis(self, state: RequestState, own_tokens: int) -> ScanBasis:
         # The last prepare_scan() showed no answer if nothing may be loaded.
@@ -269,6 +263,29 @@ class PromptWaits:
         return ScanBasis(answer, own_tokens, state.wait.tier.is_awaited, self._lookups.load_changes)
 
     # --- waits -------------------------------------------------------------------------------------
+
+    def _facts(
+        self,
+        state: RequestState,
+        *,
+        answer_comes: bool = False,
+        needs_answer: bool = False,
+        scan_deferred: bool = False,
+    ) -> WaitFacts:
+        """Return what ``next_wait`` decides by; it was judged just now whether the request waits for a tier."""
+        tier, answer = state.wait.tier, state.answer
+        return WaitFacts(
+            self._engine_clock.read(),
+            answer_comes=answer_comes,
+            needs_answer=needs_answer,
+            awaits_tier=tier.is_awaited and answer is not None,
+            asks_store=answer is not None and bool(answer.future.asking),
+            scan_deferred=scan_deferred,
+            was_preempted=scan_deferred and state.request.num_preemptions > 0,
+            late_at=state.wait.lookup.late_at,
+            ask_at=tier.ask_at,
+            judge_at=tier.judge_at,
+        )
 
     def _allowed_s(self, state: RequestState, tokens: int) -> float:
         """Return how long a request may wait for an answer about ``tokens`` of it."""
@@ -347,7 +364,7 @@ class PromptWaits:
             if allowed_s:  # else it was not waited for, as the last ones were late: that says nothing new
                 answer_wait.record_reply(now - lookup.sent_at_engine)
             self._counters[metrics.LATE_LOOKUPS] += 1
-            self.late_times_sum += self._lookups.clock()
+            self._late_times.add(self._lookups.clock())
 
     def _judge_tier_wait(self, state: RequestState) -> None:
         """Begin, continue or end a request's wait for promotions. It waits while promoting and loading are expected to
@@ -363,7 +380,6 @@ class PromptWaits:
         if self._do_no_harm:
             computed_s = self._times.seconds(state.request.request_id, tokens)
             loaded_s = self._harm.load_s(tokens)
-        tier_wait.begin(now, min(self._disk_wait_s, computed_s))
         # The daemon's estimate is of all tiers: that of an excluded one may make the wait seem longer than it is.
         expected_s = max(0.0, future.answered_at + future.wait_s - self._lookups.clock())
         asks_store = bool(future.asking) and not answer.comes_from(answer.tiers - {SHARED})
@@ -373,6 +389,7 @@ class PromptWaits:
         next_answer_comes = was_awaited and state.in_flight is not None and not state.in_flight.given_up
         tier_wait.judge(
             now,
+            longest_s=min(self._disk_wait_s, computed_s),
             is_worth_it=is_worth_it,
             is_estimated=bool(future.wait_s),
             asks_store=asks_store,

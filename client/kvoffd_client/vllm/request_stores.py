@@ -77,6 +77,7 @@ class RequestStores:
             return LATER
         if namespace.engine_cache_has_other_weights or not namespace.serves:
             return _nothing()
+        # vLLM offers the states of recurrent layers only once.
         may_defer = not self._state_groups or self._state_groups.isdisjoint(map(self._groups.index_of, keys))
         if may_defer and not has_ended and last is not None and self._is_awaited(last):
             return LATER  # blocks that the daemon has need not be stored
@@ -168,7 +169,8 @@ class RequestStores:
     def ended(self, keys: Collection[OffloadKey], *, success: bool) -> None:
         """Record that vLLM handles the end of a store."""
         self.outstanding_bytes -= sum([self._storing.pop(key, 0) for key in keys])
-        # Before the daemon's event of it, which may come later. With an adapter only that has the keys on the wire.
+        # Now, as the daemon's event of the same store may come later. The hashes of a request with an adapter are no
+        # keys on the wire, so for these it does nothing, and the event does.
         hashes = {key[:-GROUP_ID_BYTES] for key in keys}
         self._namespace.client.add_stored(hashes - self._unstored if success else ())
         self._unstored -= hashes

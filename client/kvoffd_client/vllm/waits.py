@@ -1,5 +1,14 @@
 """Waits of prompts, for answers to their lookups and for blocks that are being promoted: arithmetic, no waiting.
 
+| class | one for each | says |
+|---|---|---|
+| ``LookupWait`` | prompt | since when it waits for an answer, and when that is late |
+| ``TierWait`` | prompt | whether and until when it waits for blocks that come up, and when it asks again |
+| ``AnswerWait`` | engine | how long a prompt may wait for an answer, and the scheduler in a step |
+| ``EngineClock`` | engine | the time by which prompts wait |
+
+A prompt's two are its ``PromptWait`` (request_state.py). ``PromptWaits`` uses them all; ``next_wait`` decides.
+
 Times of ``LookupWait`` and ``TierWait`` are by ``EngineClock``.
 """
 
@@ -195,16 +204,17 @@ class TierWait:
     ask_at: float = LONG_AGO
     judge_at: float = inf
 
-    def begin(self, now: float, longest_s: float) -> None:
-        """Begin to wait, unless that was done before."""
-        if self.began is None:
-            self.began = self.doubted_since = now
-            self.until = now + longest_s
-
     def judge(
-        self, now: float, *, is_worth_it: bool, is_estimated: bool, asks_store: bool, next_answer_comes: bool
+        self,
+        now: float,
+        *,
+        longest_s: float,
+        is_worth_it: bool,
+        is_estimated: bool,
+        asks_store: bool,
+        next_answer_comes: bool,
     ) -> None:
-        """Continue or end the wait.
+        """Begin, continue or end the wait. It begins in doubt.
 
         | if | it ends |
         |---|---|
@@ -214,10 +224,14 @@ class TierWait:
         | else | at ``until`` |
 
         Args:
+            longest_s: its longest time, by which it begins; later ones do not count.
             is_estimated: the daemon said when the blocks come. Only then a wait that is worth it ends a doubt.
             asks_store: all that comes depends on what a shared store will say.
             next_answer_comes: an answer is awaited that shows what was promoted during a step.
         """
+        if self.began is None:
+            self.began = self.doubted_since = now
+            self.until = now + longest_s
         if not is_worth_it:
             self.doubted_since = now if self.doubted_since is None else self.doubted_since
         elif is_estimated:
@@ -225,7 +239,6 @@ class TierWait:
         if next_answer_comes:
             self.is_awaited = True
             return
-        assert self.began is not None
         longest_s = self.until - self.began
         doubt_s = max(MIN_COMPUTED_S, DOUBT_SHARE * longest_s)
         if asks_store:

@@ -262,7 +262,7 @@ class KvoffdWorker(OffloadingWorker):
         wanted = sorted(job_ids)
         kernels = LaunchedKernels(self._sender)
         if self._sender is not None:
-            self._sender.withdraw(wanted, KERNELS_TIMEOUT_S)
+            self._sender.withdraw(wanted, KERNELS_TIMEOUT_S)  # waits for those that it sends when the kernels end
         for client in self._clients():
             client.fence(wanted, self._fence_timeout_s, lambda: kernels.ended_at is None)
         if (ended_at := kernels.ended_at) is not None:
