@@ -160,7 +160,8 @@ class Cache:
         lease = self.leases.open(session, lease_id, namespace)
         for index, keys in groups:
             namespace.check(index, keys)
-        if is_new := not lease.active:
+        is_new = not lease.active
+        if is_new:
             lease.covers_at_end = not (again or reported)
         else:
             lease.ask_again()

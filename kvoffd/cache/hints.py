@@ -131,10 +131,10 @@ class HintedOrder:
         other has asked."""
         self.retentions.stop_awaiting(giver, group, absent)
         retentions = self.retentions.of(blocks)
-        own = np.array([one is None or one.wish.giver == giver != ANY for one in retentions], np.bool_)
+        may_end = np.array([one is None or one.wish.giver == giver != ANY for one in retentions], np.bool_)
         alone = self._askers.are_alone(blocks, giver)
-        released, others = blocks[own & alone][::-1], blocks[own & ~alone]
-        self._return_to_policy(group, others[self.retentions.are_retained(others)])
+        shared, released = blocks[may_end & ~alone], blocks[may_end & alone][::-1]  # the tail goes first
+        self._return_to_policy(group, shared[self.retentions.are_retained(shared)])
         self._take_from_policy(group, released)
         self._add_part(self._released, released)
         group.namespace.counters.released_blocks += len(released)

@@ -176,6 +176,7 @@ class Namespace:
         """Topic of its KV events."""
         self.of_bench = label.startswith(messages.BENCH_LABEL)
         self.evicts_others = not self.of_bench or label.startswith(messages.EVICTING_LABEL)
+        """Whether blocks are evicted for its blocks; those of most benches get only free slots."""
         self.idle_since: float | None = None
         """Time since which it is known to be empty and not open."""
         self.last_open_at = -inf

@@ -46,11 +46,12 @@ class Space:
         found: list[npt.NDArray[np.uint32]] = []
         try:
             while made < count:  # each round makes blocks, or frees slots for the next one, or ends it
-                left, wanted, slots = keys[made * size :] if made else keys, count - made, _NO_SLOTS
+                left, wanted = keys[made * size :] if made else keys, count - made
+                slots = _NO_SLOTS
                 if self._slots.free_bytes >= group.block_bytes:
                     slots = self._life.make(group, left, wanted)
                 if not len(slots):  # free some and try again, or give the slots of other blocks to new ones at once
-                    if self._life.unswept and not has_swept:  # once: the slots may have other sizes
+                    if self._life.unswept and not has_swept:  # once for each round that makes some: sizes may not fit
                         has_swept = True
                         self._sweep_for(group, wanted)
                         continue
