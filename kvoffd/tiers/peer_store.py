@@ -281,7 +281,8 @@ class _Reading:
         sources = array("Q", [landed + start for start in accumulate((0, *part.lengths[:-1]))])
         columns = array("Q", part.addresses), sources, array("Q", part.lengths), slots, slot_bytes, sums
         to, of, sizes, *checked = (column.buffer_info()[0] for column in columns)
-        native().host_copy(to, of, sizes, len(part.spans), *checked, len(whole), ctypes.byref(ctypes.c_uint32(0)))
+        is_stopped = ctypes.c_uint32(0)  # by nobody
+        native().host_copy(to, of, sizes, len(part.spans), *checked, len(whole), ctypes.byref(is_stopped))
         self._under_way.popleft()  # until here ``end`` would end it
         helper.end(part.call)
         if helper.life != part.call.life:  # another one may have written there
