@@ -124,22 +124,24 @@ def _check_machine(config: Config) -> None:
 
 
 def _limit_of_new_pool(config: Config) -> MemoryLimit | None:
-    """Return the memory of which a start would make a pool. None if it would make none, or one of reserved huge pages,
-    which no other limit counts. Raises KvoffdError if the pool file would lie on a disk."""
-    from kvoffd.system.limits import fits_reserved, lies_on_hugetlbfs, memory_limit, tmpfs_limit
+    """Return the memory of which a start would make a pool, with that of a pool file that it would use or replace. None
+    for reserved huge pages, which no other limit counts. Raises KvoffdError if the pool file would lie on a disk."""
+    from kvoffd.system.files import held_bytes
+    from kvoffd.system.limits import MemoryLimit, fits_reserved, lies_on_hugetlbfs, memory_limit, tmpfs_limit
 
     if not config.pool_file:
         is_reserved = config.reserved_pages == "auto" and fits_reserved(config.pool_bytes)
         return None if is_reserved else memory_limit()
-    if os.path.exists(config.pool_file):
-        return None
     path = Path(config.pool_file)
     try:
         directory_fd = os.open(path.parent, os.O_PATH | os.O_CLOEXEC)
     except OSError:
         return memory_limit()
     try:
-        return None if lies_on_hugetlbfs(directory_fd, path) else tmpfs_limit(directory_fd, path.parent)
+        if lies_on_hugetlbfs(directory_fd, path):
+            return None
+        limit = tmpfs_limit(directory_fd, path.parent)
+        return MemoryLimit(limit.bytes + (held_bytes(path.stat()) if os.path.exists(path) else 0), limit.source)
     finally:
         os.close(directory_fd)
 

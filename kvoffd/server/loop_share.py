@@ -26,7 +26,8 @@ class LoopShare:
         self._left_s, self._left_at = LOOP_BURST_S, clock()
         """Seconds that answers could take at the time ``_left_at``; below 0 the next one waits."""
         self._line: dict[Session, int] = {}
-        """Sessions in the order of their turns, each with the number of its requests that wait."""
+        """Sessions in the order of their turns, each with the number of its requests that wait: 0 if the last one was
+        refused, until its turn comes."""
 
     def ask(self, session: Session, answer: Callable[[], Answer]) -> Pending:
         """Return the reply that ``answer`` makes when it is the session's turn. By its deadline it is refused with
@@ -37,11 +38,12 @@ class LoopShare:
             is_its_turn = self._next() is session
             if not (is_its_turn or late):
                 return None
+            if not is_its_turn:
+                self._line[session] -= 1  # it keeps its place: else those that had their turn would always be first
+                why = "So much is asked that there was no time for this by its deadline; ask again."
+                raise KvoffdError(why, ErrorCode.TOO_MANY)
             if left := self._line.pop(session) - 1:
                 self._line[session] = left  # behind the others
-            if not is_its_turn:
-                why = "Others ask so much that there was no time for this by its deadline; ask again."
-                raise KvoffdError(why, ErrorCode.TOO_MANY)
             reply = answer()
             assert not isinstance(reply, Pending), "a question is answered at once"
             return reply
@@ -55,7 +57,7 @@ class LoopShare:
         self._left_at = now
         if self._left_s < 0:
             return None
-        while (first := next(iter(self._line))).ended:  # its requests are asked about no more
+        while (first := next(iter(self._line))).ended or not self._line[first]:  # it has nothing to ask any more
             del self._line[first]
         return first
 

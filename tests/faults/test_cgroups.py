@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -88,15 +89,28 @@ def test_config_checks_no_other_memory_for_a_pool_of_huge_pages(tmp_path: Path) 
 
 
 def test_config_and_start_refuse_a_pool_file_for_the_same_reason(tmp_path: Path) -> None:
-    """A small file system in memory, and one on a disk."""
-    with tmpfs(tmp_path / "small", "4m") as small:
-        for directory, why in ((small, f"free space on {small}"), (Path("/usr"), "would lie on a disk")):
+    """A small file system in memory, and one on a disk. Also if there is a file, as of a smaller pool."""
+    with tmpfs(tmp_path / "small", "4m") as small, tempfile.NamedTemporaryFile(dir="/usr") as on_disk:
+        old = small / "old.pool"
+        old.touch(0o600)
+        of_disk, of_small = "would lie on a disk", f"free space on {small}"
+        for path, why in ((small / "p", of_small), (old, of_small), ("/usr/p", of_disk), (on_disk.name, of_disk)):
             for command in ("serve", "config"):
-                pool = ("--pool-size", "8MiB", "--pool-file", f"{directory}/{tmp_path.name}.pool")
+                pool = ("--pool-size", "8MiB", "--pool-file", str(path))
                 ended = run_daemon_here(command, *pool, "--directory", str(tmp_path / "run"), KVOFFD_HTTP_ADDRESS="")
                 assert ended.returncode == 2
                 assert why in ended.stderr
-        assert [*small.iterdir()] == []
+        assert [*small.iterdir()] == [old]
+
+
+def test_config_counts_what_a_pool_file_has(tmp_path: Path) -> None:
+    """A start uses the pool again, though its file system is full of it."""
+    with tmpfs(tmp_path / "small", "16m") as small:
+        pool = small / "pool"
+        pool.write_bytes(bytes(12 * MIB))
+        asked = ("--pool-size", "8MiB", "--pool-file", str(pool), "--directory", str(tmp_path / "run"))
+        ended = run_daemon_here("config", *asked, KVOFFD_HTTP_ADDRESS="")
+        assert ended.returncode == 0, ended.stderr
 
 
 def test_a_limit_of_huge_pages_is_named(huge: Path) -> None:

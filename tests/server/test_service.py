@@ -8,7 +8,7 @@ import os
 import random
 import socket
 import struct
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -815,6 +815,35 @@ def test_a_question_whose_turn_does_not_come_is_refused_in_time(bench: Bench) ->
     assert {error.code for error in refused} == {ErrorCode.TOO_MANY}
     assert 0 < len(sessions) - len(refused) < 10
     assert bench.now - asked_at < OPERATOR_WAIT_S + 3
+
+
+def test_operators_that_are_refused_and_ask_again_have_a_turn_before_those_that_had_one(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Twelve ask all the time, and their line is longer than a question may wait."""
+    read = bench.service.statistics.read
+
+    def read_slowly() -> DaemonStats:
+        bench.now += 0.5
+        return read()
+
+    monkeypatch.setattr(bench.service.statistics, "read", read_slowly)
+    of_route = {session.route: session for session in (bench.session(m.Role.ADMIN) for _ in range(12))}
+    answered, refused = Counter[bytes](), 0
+    for session in of_route.values():
+        bench.service.handle(session.route, codec.encode(Stats(1)))
+    until = bench.now + 10 * OPERATOR_WAIT_S
+    while bench.now < until:
+        bench.now += 0.01
+        for route, frame in bench.service.outgoing()[1]:
+            if isinstance(codec.decode_reply(frame), m.Error):
+                refused += 1
+            else:
+                answered[route] += 1
+            bench.service.handle(route, codec.encode(Stats(1)))
+    assert refused
+    assert answered.keys() == of_route.keys()
+    assert max(answered.values()) - min(answered.values()) <= 1
 
 
 def test_a_stop_of_the_daemon_is_no_long_reading_of_statistics(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -140,7 +140,10 @@ def settings_of_pip(python: Path) -> list[str]:
         os.environ.setdefault("SSL_CERT_FILE", found["cert"])
     if "proxy" in found:
         os.environ.setdefault("ALL_PROXY", found["proxy"])
-    return [
+    if (seconds := found.get("timeout", found.get("default-timeout"))) is not None:  # pip has both names
+        os.environ.setdefault("UV_HTTP_TIMEOUT", seconds)
+    without_index = ["--no-index"] if found.get("no-index", "").lower() in ("1", "true", "t", "yes", "y", "on") else []
+    return without_index + [
         word for name, option in PIP_LISTS.items() for value in found.get(name, "").split() for word in (option, value)
     ]
 

@@ -1,5 +1,6 @@
 """The environments' packages come from where this machine's pip would take them, though uv reads none of its files."""
 
+import os
 import sys
 from pathlib import Path
 
@@ -14,7 +15,8 @@ def test_uv_is_told_what_pip_would_read(tmp_path: Path, monkeypatch: pytest.Monk
         "[global]\nindex-url = https://a.test/simple\nfind-links = /not/these\nno-color = true\n"
         "[install]\nconstraint =\n    /one.txt\n    /two.txt\nindex-url = https://b.test/simple\n"
     )
-    for name in ("INDEX_URL", "EXTRA_INDEX_URL", "CONSTRAINT", "TRUSTED_HOST", "CERT", "PROXY"):
+    names = "INDEX_URL EXTRA_INDEX_URL NO_INDEX CONSTRAINT TRUSTED_HOST CERT PROXY TIMEOUT DEFAULT_TIMEOUT"
+    for name in names.split():
         monkeypatch.delenv(f"PIP_{name}", raising=False)
     monkeypatch.setenv("PIP_CONFIG_FILE", str(file))
     monkeypatch.setenv("PIP_FIND_LINKS", "/these /and/those")
@@ -22,8 +24,19 @@ def test_uv_is_told_what_pip_would_read(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     monkeypatch.setenv("HOME", str(tmp_path))
     told = settings_of_pip(Path(sys.executable))
+    assert "--no-index" not in told
     pairs = list(zip(told[::2], told[1::2], strict=True))
     assert ("--default-index", "https://b.test/simple") in pairs
     assert [value for option, value in pairs if option == "--find-links"] == ["/these", "/and/those"]
     assert [value for option, value in pairs if option == "--constraint"][-2:] == ["/one.txt", "/two.txt"]
     assert not any("not/these" in word or "color" in word for word in told)
+
+
+def test_uv_has_no_index_and_waits_as_long_where_pip_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UV_HTTP_TIMEOUT", "")
+    monkeypatch.delenv("UV_HTTP_TIMEOUT")
+    monkeypatch.delenv("PIP_TIMEOUT", raising=False)
+    monkeypatch.setenv("PIP_DEFAULT_TIMEOUT", "123")
+    monkeypatch.setenv("PIP_NO_INDEX", "true")
+    assert "--no-index" in settings_of_pip(Path(sys.executable))
+    assert os.environ["UV_HTTP_TIMEOUT"] == "123"
