@@ -131,9 +131,9 @@ class FillQueue:
     session: int
     """Session of that lookup, NO_SESSION for a prefetch."""
     owner: Owner
-    of_lookup: AwaitingLookup
-    """Has the queues that get space together with this one: of its own lookup, or of the last one that joined it before
-    it had space. Engines repeat lookups under new leases."""
+    of_lookup: LookupQueues
+    """The queues that get space together with this one: those of the last lookup that joined it before it had space.
+    Engines repeat lookups under new leases."""
     group: Group
     block_group: BlockGroup
     """The group, for tiers."""
@@ -171,17 +171,14 @@ class Blocked(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class AwaitingLookup:
-    """The blocks that a lookup waits for, of all its groups and sources: also those of its other requests under the
-    same lease. Space is reserved for all of its queues or none: two prompts with a part each would wait for one
-    another."""
+class LookupQueues:
+    """Queues whose blocks one lookup waits for, of all its groups and sources. Space is reserved for all or none: two
+    prompts with a part each would wait for one another."""
 
     lease: Lease
-    fills: dict[Fill, bytes] = field(default_factory=dict)
-    """Fills that it waits for, settled ones included, in the order of the prompt, with the key before each; empty at
-    its beginning. ``Fill.leases`` has the same by fill."""
-    queues: dict[FillQueue, None] = field(default_factory=dict)
-    """Those ``of_lookup`` this that have blocks left, reserved ones included. It may wait for some in other queues."""
+    """The lookup's lease."""
+    queues: list[FillQueue] = field(default_factory=list)
+    """Those of them that have blocks left, reserved ones included."""
 
 
 @dataclass(slots=True)
@@ -237,22 +234,22 @@ class Promotions:
     """Blocks that lookups have come up, from all sources: who waits for which, in which queue, and with which space.
 
     A ``Fill`` is a block, and a ``FillQueue`` the blocks of one group that one lookup has one source read. Each queue
-    is in two collections: in its ``AwaitingLookup`` with those that get space together with it, and in the
-    ``ReadOrder`` of its source. The parts below follow a fill: it is requested, gets space, is read by its
-    ``PromotionSource``, and ends.
+    is in two lists: in ``LookupQueues`` with those that get space together with it, and in the ``ReadOrder`` of its
+    source. The parts below follow a fill: it is requested, gets space, is read by its ``PromotionSource``, and ends.
 
     Args:
         sources: the disks of this node, then shared stores in the order of asking.
 
     Attributes:
         unsettled: fills that are not settled, by the group's tag and by key. No group has an empty dict.
-        awaiting: the lookups that wait for fills, or have waited, by their leases until these end.
+        fills_of_lease: fills that each lease waits for, settled ones included, in the order of the prompt, with the key
+            before each; empty at its beginning. ``Fill.leases`` has the same by fill.
     """
 
     def __init__(self, cache: Cache, sources: Sequence[PromotionSource], clock: Callable[[], float]) -> None:
         self._cache, self._sources, self._clock = cache, sources, clock
         self.unsettled: dict[int, dict[bytes, Fill]] = {}
-        self.awaiting: dict[Lease, AwaitingLookup] = {}
+        self.fills_of_lease: dict[Lease, dict[Fill, bytes]] = {}
 
     # --- what lookups request --------------------------------------------------------------------
 
@@ -271,14 +268,13 @@ class Promotions:
                     part.mark(places[number:], refusal)
                     return
                 fill = self._new_fill(lookup, part, place, queues)
-            elif not fill.queue.is_reserved:  # else it has its space, with whom it got that does not matter any more
-                self._join(lookup.awaiting, fill.queue)
+            elif not fill.queue.is_reserved:
+                self._join(lookup.queues, fill.queue)
             if lease not in fill.leases:
                 lookup.promotable_bytes -= part.group.block_bytes
                 lease.coming += 1
                 fill.leases[lease] = None
-                lookup.awaiting.fills[fill] = part.keys[place - 1] if place else part.key_before
-                self.awaiting[lease] = lookup.awaiting  # not before there is something that it waits for
+                self.fills_of_lease.setdefault(lease, {})[fill] = part.keys[place - 1] if place else part.key_before
             part.found_by[fill.queue.source.tier.name] = None
             if part.asked is not None:
                 fill.askers.append((part.asked, part.start + place))
@@ -342,9 +338,9 @@ class Promotions:
             order, is_prefetch = source.read_order, session == NO_SESSION
             owner = part.group.namespace.fingerprint if is_prefetch else session
             turns = order.prefetched if is_prefetch else order.by_lookups
-            queue = FillQueue(session, owner, lookup.awaiting, part.group, part.block_group, source, turns)
+            queue = FillQueue(session, owner, lookup.queues, part.group, part.block_group, source, turns)
             queues[source] = queue
-            lookup.awaiting.queues[queue] = None
+            lookup.queues.queues.append(queue)
             turns.by_owner.setdefault(owner, {})[queue] = None
         fill = Fill(queue, key)
         self.unsettled.setdefault(part.block_group.tag, {})[key] = fill
@@ -353,7 +349,7 @@ class Promotions:
         lookup.new_bytes += part.group.block_bytes
         return fill
 
-    def _join(self, of_lookup: AwaitingLookup, queue: FillQueue) -> None:
+    def _join(self, of_lookup: LookupQueues, queue: FillQueue) -> None:
         """Have a queue get its space jointly with the others that this lookup waits for, no longer with those of an
         earlier lookup. A prefetch's is read with those of lookups instead."""
         if queue.of_lookup is of_lookup or of_lookup.lease.session == NO_SESSION:
@@ -365,16 +361,14 @@ class Promotions:
                 queue.turns = order.by_lookups
                 queue.turns.by_owner.setdefault(queue.owner, {})[queue] = None
             return
-        del queue.of_lookup.queues[queue]
-        of_lookup.queues[queue] = None
+        queue.of_lookup.queues.remove(queue)
+        of_lookup.queues.append(queue)
         queue.of_lookup = of_lookup
 
     def wait_s(self, lease: Lease) -> float:
         """Return the expected time until the blocks that a lease waits for have come, at the current speeds; 0 if
         unknown."""
-        if (awaiting := self.awaiting.get(lease)) is None:
-            return 0.0  # it waits for answers only
-        fills, longest_s = awaiting.fills, 0.0
+        fills, longest_s = self.fills_of_lease.get(lease, {}), 0.0
         queues_of: dict[PromotionSource, set[FillQueue]] = defaultdict(set)
         for fill in fills:
             if fill.state not in SETTLED:
@@ -459,7 +453,7 @@ class Promotions:
         queue.blocked = None  # it has nothing to begin
         if not queue.under_way:
             queue.turns.remove(queue)
-            del queue.of_lookup.queues[queue]
+            queue.of_lookup.queues.remove(queue)
 
     # --- ends ------------------------------------------------------------------------------------
 
@@ -508,17 +502,17 @@ class Promotions:
     def lease_ended(self, lease: Lease) -> None:
         """Stop what was to come up for this lease alone, and have what has come up get its place in the order of
         eviction: see ``TierHooks``."""
-        if (ended := self.awaiting.pop(lease, None)) is None:
+        if (fills := self.fills_of_lease.pop(lease, None)) is None:
             return  # as most: thousands may end in one turn of the loop
         settled, queued = list[tuple[bytes, Fill]](), list[Fill]()
-        for fill, key_before in ended.fills.items():
+        for fill, key_before in fills.items():
             del fill.leases[lease]
             if fill.state in SETTLED:
                 settled.append((key_before, fill))
             elif fill.state is FillState.QUEUED:  # else its tier asks in its turn whether it is awaited
                 queued.append(fill)
         self._settle_unawaited(queued)
-        self._hand_over(ended, queued)
+        self._hand_over(lease, queued)
         self._order_chains(settled)
 
     def _settle_unawaited(self, queued: Sequence[Fill]) -> None:
@@ -527,16 +521,18 @@ class Promotions:
             for fill in [fill for fill in queue.fills if not fill.leases]:
                 self.settle(fill, IN_A_TIER)  # the engine reports why it is not loaded
 
-    def _hand_over(self, ended: AwaitingLookup, queued: Sequence[Fill]) -> None:
-        """Have queues of these fills that were to get space with others of an ended lookup get it with those of the
-        last one that still waits for them."""
+    def _hand_over(self, ended: Lease, queued: Sequence[Fill]) -> None:
+        """Have queues of these fills that were to get space with others of an ended lease get it with those of the last
+        lease that still waits for them."""
         next_leases = {
             fill.queue: next(reversed(fill.leases))
             for fill in queued
-            if fill.leases and fill.queue.of_lookup is ended and not fill.queue.is_reserved
+            if fill.leases and fill.queue.of_lookup.lease is ended and not fill.queue.is_reserved
         }
-        for queue, lease in next_leases.items():
-            self._join(self.awaiting[lease], queue)
+        for queue, following in next_leases.items():
+            of_lookups = (fill.queue.of_lookup for fill in self.fills_of_lease[following])
+            its = next((of_lookup for of_lookup in of_lookups if of_lookup.lease is following), None)
+            self._join(its or LookupQueues(following), queue)
 
     def _order_chains(self, settled: Sequence[tuple[bytes, Fill]]) -> None:
         """Order blocks that may have come up for eviction, the tail of a prompt first: they came one by one, mostly the

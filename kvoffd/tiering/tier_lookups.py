@@ -19,7 +19,7 @@ from kvoffd.cache.tickets import Lease
 from kvoffd.pool.allocator import PAGE_BYTES
 from kvoffd.tiering.block_group import block_group_of
 from kvoffd.tiering.promotion_source import PromotionSource
-from kvoffd.tiering.promotions import SETTLED, AwaitingLookup, Fill, Promotions
+from kvoffd.tiering.promotions import SETTLED, Fill, LookupQueues, Promotions
 from kvoffd.tiering.unanswered_keys import UnansweredKeys
 from kvoffd.tiers.tier import ABSENT, ASKED, PRESENT, Tier
 from kvoffd_proto.messages import COMING, SHARED, GroupSpec
@@ -59,8 +59,8 @@ class CurrentLookup:
     """Whether its new fills may wait for space. Those of a repeated lookup may from the first key on that was not last
     missed for want of space: a store had not answered the first lookup, or the key had space then. A key that got no
     space in its patience does not wait again."""
-    awaiting: AwaitingLookup
-    """The blocks that it waits for, under the same lease from earlier requests too."""
+    queues: LookupQueues
+    """The queues of its new fills, and of those that it has joined."""
     new_bytes: int = 0
     """Pool bytes of its new fills."""
     asking_bytes: int = 0
@@ -298,11 +298,11 @@ class TierLookups:
         ready_bytes = sum(of_group.count(READY) * known[index].block_bytes for (index, _), of_group in pairs)
         # Earlier lookups under the same lease may have found the beginning of the prompt.
         held_bytes = max(ready_bytes, int(self._cache.blocks.pages[lease.blocks].sum()) * PAGE_BYTES)
-        awaiting = self._promotions.awaiting.get(lease) or AwaitingLookup(lease)
-        held_bytes += sum(fill.queue.group.block_bytes for fill in awaiting.fills if fill.state not in SETTLED)
+        fills = self._promotions.fills_of_lease.get(lease, ())
+        held_bytes += sum(fill.queue.group.block_bytes for fill in fills if fill.state not in SETTLED)
         promotable_bytes = leases.most_bytes - sum(one.reads.given_up_bytes for one in self._sources) - held_bytes
         answer, is_first = list(map(bytearray, states)), asked is not None
-        return CurrentLookup(lease, groups, answer, asked, steps, promotable_bytes, is_first, awaiting)
+        return CurrentLookup(lease, groups, answer, asked, steps, promotable_bytes, is_first, LookupQueues(lease))
 
     def _find_prefix(self, lookup: CurrentLookup, part: LookupPart) -> bool:
         """Request the unbroken run from the first of these keys; return whether any of it is being asked for."""

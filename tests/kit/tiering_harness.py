@@ -192,8 +192,8 @@ class TieringHarness(CacheRig):
         pins = Counter(number for writer in self.tiering.writers for number in writer.under_way)
         for lease in self.cache.leases.by_id.values():
             pins.update(lease.blocks.tolist())
-            awaiting = self.tiering.promotions.awaiting.get(lease)
-            awaited = [fill for fill in (awaiting.fills if awaiting else ()) if fill.state not in SETTLED]
+            fills = self.tiering.promotions.fills_of_lease.get(lease, ())
+            awaited = [fill for fill in fills if fill.state not in SETTLED]
             assert lease.coming == len(awaited) + lease.asking
         blocks = self.cache.blocks
         assert {block: int(blocks.pins[block]) for block in np.flatnonzero(blocks.pins).tolist()} == pins

@@ -487,7 +487,7 @@ def test_a_lookup_for_which_nothing_comes_up_leaves_nothing_behind(rig: TieringH
     rig.stop_waiting()
     assert look_up(rig, space, 1, keys_of(1)) == bytes([ABSENT])
     assert not rig.cache.leases.by_id
-    assert not rig.tiering.promotions.awaiting
+    assert not rig.tiering.promotions.fills_of_lease
 
 
 def test_who_shares_the_beginning_of_a_prompt_waits_for_its_own_blocks_only() -> None:
@@ -566,26 +566,6 @@ def test_prompts_that_have_a_part_each_do_not_keep_each_other_from_the_rest() ->
     rig.bring_up()
     assert look_up(rig, space, 5, second) == bytes([READY] * 12)
     assert not rig.source.failures
-    rig.cache.end_session(1)
-    rig.check()
-
-
-def test_requests_of_one_lookup_get_space_together() -> None:
-    """The pool holds one of two prompts, each of which asks in two requests under one lease."""
-    rig = TieringHarness(settings=QUIET, regions=5)
-    space = rig.open()
-    rig.put_in_tier(space, keys_of(*range(12), *range(20, 32)))
-    pinned = pin_others(rig, space, 100)
-    for part in (range(6), range(6, 12)):
-        for lease, first in ((1, 0), (2, 20)):
-            look_up(rig, space, lease, keys_of(*(first + key for key in part)))
-    rig.bring_up()
-    assert [rig.cache.leases.by_id[lease].coming for lease in (1, 2)] == [0, 12]
-    rig.cache.leases.end(1, [1])
-    rig.bring_up()
-    assert rig.cache.leases.by_id[2].coming == 0
-    assert not rig.source.failures
-    rig.cache.life.unpin(pinned)
     rig.cache.end_session(1)
     rig.check()
 

@@ -281,7 +281,7 @@ class TieringMachine(RuleBasedStateMachine):
             queued = [fill for queue in source.read_order.queues() for fill in queue.fills]
             assert sum(queue.under_way for queue in source.read_order.queues()) == len(source.reads.under_way)
             assert all(queue.fills or queue.under_way for queue in source.read_order.queues())
-            assert all(queue in queue.of_lookup.queues for queue in source.read_order.queues())
+            assert all(queue.of_lookup.queues.count(queue) == 1 for queue in source.read_order.queues())
             unsettled = [fill for fill in [*source.reads.under_way, *queued] if fill.state not in SETTLED]
             names = [(fill.queue.block_group.tag, fill.key) for fill in unsettled]
             assert len(names) == len(set(names)), "two fills of one key"
@@ -292,9 +292,8 @@ class TieringMachine(RuleBasedStateMachine):
             assert {fill.state for fill in source.reads.given_up} <= {FillState.ABANDONED}
             assert all(fill.ticket is None for fill in queued)
         assert {fill.state for fill in self.coming} <= {FillState.QUEUED, FillState.READING}
-        awaiting = self.rig.tiering.promotions.awaiting
-        assert all(of_lookup.lease is lease for lease, of_lookup in awaiting.items())
-        awaited = {(lease, fill) for lease, of_lookup in awaiting.items() for fill in of_lookup.fills}
+        fills_of_lease = self.rig.tiering.promotions.fills_of_lease
+        awaited = {(lease, fill) for lease, fills in fills_of_lease.items() for fill in fills}
         assert {(lease, fill) for lease, fill in awaited if fill.state not in SETTLED} == {
             (lease, fill) for fill in self.coming for lease in fill.leases
         }
