@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
@@ -95,11 +95,12 @@ def test_config_and_start_refuse_a_pool_file_for_the_same_reason(tmp_path: Path)
         old.touch(0o600)
         of_disk, of_small = "would lie on a disk", f"free space on {small}"
         for path, why in ((small / "p", of_small), (old, of_small), ("/usr/p", of_disk), (on_disk.name, of_disk)):
-            for command in ("serve", "config"):
-                pool = ("--pool-size", "8MiB", "--pool-file", str(path))
-                ended = run_daemon_here(command, *pool, "--directory", str(tmp_path / "run"), KVOFFD_HTTP_ADDRESS="")
-                assert ended.returncode == 2
-                assert why in ended.stderr
+            pool = ("--pool-size", "8MiB", "--pool-file", str(path))
+            ended = run_daemon_here("config", *pool, "--directory", str(tmp_path / "run"), KVOFFD_HTTP_ADDRESS="")
+            assert ended.returncode == 2
+            assert why in ended.stderr
+            with closing(DaemonProcess("8MiB", pool_file=str(path))) as daemon:
+                assert why in said_by(daemon)
         assert [*small.iterdir()] == [old]
 
 

@@ -1069,3 +1069,17 @@ def test_many_requests_without_space_keep_none_that_fits_waiting() -> None:
         assert failed["no_space"] % ENDED_AT_ONCE == 0
     assert failed == {"no_space": 4 * (count - MAX_WITHOUT_SPACE)}
     assert rig.source.read_order.blocks == 4 * MAX_WITHOUT_SPACE
+
+
+def test_the_beginning_of_a_prompt_comes_though_its_next_request_has_no_space() -> None:
+    """It is of use by itself, and what waited with the rest would fail with it."""
+    rig = TieringHarness(settings=QUIET, regions=5)
+    space = rig.open()
+    rig.put_in_tier(space, keys_of(*range(24)))
+    pin_others(rig, space, 100)
+    count = rig.cache.leases.leasable_bytes // rig.unit * 3 // 4
+    for first in (0, count):
+        look_up(rig, space, 1, keys_of(*range(first, first + count)))
+    rig.bring_up()
+    states, _ = rig.cache.blocks.find(space.group(0), keys_of(*range(2 * count)))
+    assert list(states) == [READY] * count + [ABSENT] * count

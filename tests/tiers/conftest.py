@@ -33,6 +33,12 @@ def every_node_closes() -> Iterator[None]:
 
 
 @pytest.fixture
+def servers_may_stall(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests that count each error of a server: on a busy machine it may not run for a second."""
+    monkeypatch.setattr("kvoffd.tiers.redis_connection.STALL_S", 60.0)
+
+
+@pytest.fixture
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     """A shared store that failed is probed soon again."""
     monkeypatch.setattr("kvoffd.tiers.breaker.PAUSE_S", 0.15)

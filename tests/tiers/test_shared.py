@@ -738,6 +738,7 @@ def test_what_nobody_uses_expires_and_a_use_begins_its_time_anew(of: str, reques
 RIGHTS = re.findall(r"\+([a-z|]+)", NEEDED_COMMANDS)
 
 
+@pytest.mark.usefixtures("servers_may_stall")
 def test_the_rights_that_are_named_suffice() -> None:
     assert all(f"+{right}" in PAGE.read_text() for right in RIGHTS)
     with RedisServer() as server:
@@ -782,6 +783,7 @@ BIG = (200_000,)
 
 @pytest.mark.usefixtures("looks_when_asked")
 @pytest.mark.parametrize("policy", ["allkeys-lru", "noeviction"])
+@pytest.mark.usefixtures("servers_may_stall")
 def test_a_real_server_says_that_it_is_full(policy: str) -> None:
     with RedisServer("--maxmemory", "12mb", "--maxmemory-policy", policy) as server:
         rig = SharedRig(server.url).reachable()

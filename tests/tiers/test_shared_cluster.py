@@ -443,6 +443,7 @@ def end_move(cluster: RedisCluster, slot: int, target: int) -> None:
         assert cluster.servers[number].command("CLUSTER", "SETSLOT", str(slot), "NODE", node_id) == b"+OK\r\n"
 
 
+@pytest.mark.usefixtures("servers_may_stall")
 def test_keys_of_a_slot_that_moves_are_misses() -> None:
     with RedisCluster() as cluster:
         rig, other = SharedRig(cluster.url).reachable(), SharedRig(cluster.url).reachable()
@@ -573,6 +574,7 @@ def test_a_cluster_is_as_large_as_its_masters(cluster: RedisCluster, monkeypatch
 
 
 @pytest.mark.parametrize("lacking", ["", "cluster|slots"])
+@pytest.mark.usefixtures("servers_may_stall")
 def test_the_rights_that_are_named_suffice(cluster: RedisCluster, lacking: str) -> None:
     rights = re.findall(r"\+[a-z|]+", NEEDED_COMMANDS)
     cluster.flush()
