@@ -42,7 +42,7 @@ LOADED = full_blocks(LENGTH)
 DOCUMENT_BLOCKS = LENGTH // BLOCK_TOKENS
 CACHE_BLOCKS = DOCUMENT_BLOCKS * 5 // 2 + 1
 """Two and a half documents, and vLLM's null block."""
-DOCUMENTS = 4
+DOCUMENTS = 6
 LONG_ANSWER = 1000 - LENGTH
 """Tokens of an answer behind which others wait for seconds, until it is aborted."""
 LEASE_TTL_S = 4.0
@@ -140,7 +140,7 @@ def _stored(queue: Queue, wanted: list[int], others: list[list[int]]) -> Complet
 
 
 def test_documents_that_come_again_in_one_batch_are_loaded(queue: Queue) -> None:
-    """All eight arrive before the first is computed."""
+    """All sixteen arrive before the first is computed."""
     queue.ask_twice(documents(100) * 2)
 
 
