@@ -127,7 +127,7 @@ def _limit_of_new_pool(config: Config) -> MemoryLimit | None:
     """Return the memory of which a start would make a pool, with that of a pool file that it would use or replace. None
     for reserved huge pages, which no other limit counts. Raises KvoffdError if the pool file would lie on a disk."""
     from kvoffd.system.files import held_bytes
-    from kvoffd.system.limits import MemoryLimit, fits_reserved, lies_on_hugetlbfs, memory_limit, tmpfs_limit
+    from kvoffd.system.limits import fits_reserved, lies_on_hugetlbfs, memory_limit, tmpfs_limit
 
     if not config.pool_file:
         is_reserved = config.reserved_pages == "auto" and fits_reserved(config.pool_bytes)
@@ -140,8 +140,7 @@ def _limit_of_new_pool(config: Config) -> MemoryLimit | None:
     try:
         if lies_on_hugetlbfs(directory_fd, path):
             return None
-        limit = tmpfs_limit(directory_fd, path.parent)
-        return MemoryLimit(limit.bytes + (held_bytes(path.stat()) if os.path.exists(path) else 0), limit.source)
+        return tmpfs_limit(directory_fd, path.parent, held_bytes(path.stat()) if path.exists() else 0)
     finally:
         os.close(directory_fd)
 

@@ -229,8 +229,7 @@ class FileBacking:
         held = held_bytes(os.fstat(self._fd)) if self._fd >= 0 else 0
         if self._huge:
             return MemoryLimit(NO_LIMIT, "huge pages are counted when they are taken")
-        limit = tmpfs_limit(self._directory_fd, self._path.parent)
-        return MemoryLimit(limit.bytes + held, limit.source)
+        return tmpfs_limit(self._directory_fd, self._path.parent, held)
 
     def find(self, geometry: TableGeometry) -> Memories | None:
         if self._fd < 0:

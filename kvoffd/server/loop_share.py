@@ -40,7 +40,7 @@ class LoopShare:
                 return None
             if not is_its_turn:
                 self._line[session] -= 1  # it keeps its place: else those that had their turn would always be first
-                why = "So much is asked that there was no time for this by its deadline; ask again."
+                why = "Operators ask too much for an answer to this by its deadline; ask again."
                 raise KvoffdError(why, ErrorCode.TOO_MANY)
             if left := self._line.pop(session) - 1:
                 self._line[session] = left  # behind the others

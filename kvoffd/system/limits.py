@@ -93,13 +93,14 @@ def lies_on_hugetlbfs(directory_fd: int, path: Path) -> bool:
     return magic == HUGETLBFS_MAGIC
 
 
-def tmpfs_limit(directory_fd: int, directory: Path) -> MemoryLimit:
-    """Return the least of ``memory_limit`` and the free space of the tmpfs in which a directory is."""
+def tmpfs_limit(directory_fd: int, directory: Path, file_bytes: int) -> MemoryLimit:
+    """Return the memory for a file on the tmpfs in which a directory is: the least of ``memory_limit`` and its free
+    space, and the ``file_bytes`` that the file holds already."""
     space, limit = os.fstatvfs(directory_fd), memory_limit()
     free_bytes = space.f_bavail * space.f_frsize
-    if not space.f_blocks or limit.bytes <= free_bytes:  # mounted without a limit, or with a larger one
-        return limit
-    return MemoryLimit(free_bytes, f"free space on {directory}; see df, and mount's option size")
+    if space.f_blocks and free_bytes < limit.bytes:  # else mounted without a limit, or with a larger one
+        limit = MemoryLimit(free_bytes, f"free space on {directory}; see df, and mount's option size")
+    return MemoryLimit(limit.bytes + file_bytes, limit.source)
 
 
 def default_huge_page_bytes() -> int:

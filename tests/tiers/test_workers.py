@@ -136,17 +136,23 @@ def test_threads_that_are_nice_give_way_to_the_one_that_started_them() -> None:
     assert workers.close(time.monotonic() + DEADLINE_S)
 
 
-@pytest.mark.parametrize("started", range(5))
-def test_a_disk_leaves_nothing_where_a_thread_does_not_start(
-    tmp_path: Path, started: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def refuse_thread(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the thread of kvoffd with this number, counted from now, not start."""
+
     def start(thread: threading.Thread) -> None:
-        if next(numbers) == started:
+        if thread.name.startswith("kvoffd-") and next(numbers) == number:
             raise RuntimeError("can't start new thread")
         real_start(thread)
 
     numbers, real_start = itertools.count(), threading.Thread.start
     monkeypatch.setattr(threading.Thread, "start", start)
+
+
+@pytest.mark.parametrize("started", range(5))
+def test_a_disk_leaves_nothing_where_a_thread_does_not_start(
+    tmp_path: Path, started: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refuse_thread(started, monkeypatch)
 
     def resources() -> set[object]:
         contexts = [line for line in Path("/proc/self/maps").read_text().splitlines() if "[aio]" in line]
@@ -164,13 +170,7 @@ def test_a_disk_leaves_nothing_where_a_thread_does_not_start(
 def test_a_shared_tier_leaves_nothing_where_a_thread_does_not_start(
     started: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def start(thread: threading.Thread) -> None:
-        if next(numbers) == started:
-            raise RuntimeError("can't start new thread")
-        real_start(thread)
-
-    numbers, real_start = itertools.count(), threading.Thread.start
-    monkeypatch.setattr(threading.Thread, "start", start)
+    refuse_thread(started, monkeypatch)
     before = {*threading.enumerate()}
     open_tier = partial(SharedTier, "", open_store("redis://127.0.0.1:1", Credentials()), pool=memoryview(b""))
     listener = cast("TierListener", None)
@@ -184,13 +184,7 @@ def test_a_shared_tier_leaves_nothing_where_a_thread_does_not_start(
 def test_a_helper_process_leaves_nothing_where_a_thread_does_not_start(
     started: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def start(thread: threading.Thread) -> None:
-        if thread.name.startswith("kvoffd-") and next(numbers) == started:
-            raise RuntimeError("can't start new thread")
-        real_start(thread)
-
-    numbers, real_start = itertools.count(), threading.Thread.start
-    monkeypatch.setattr(threading.Thread, "start", start)
+    refuse_thread(started, monkeypatch)
     before = {*threading.enumerate(), *open_files()}
     settings = HelperSettings(["127.0.0.1:1"], "", b"a secret of tests")
     with pytest.raises((NoMoreThreads, RuntimeError)):  # the latter of the thread that touches its memory
