@@ -31,7 +31,7 @@ demo: $(VENV)/.engine ## watch a real vLLM get its prompts back from kvoffd
 # import vLLM, which takes 15 seconds of a CPU, and then the engines of files marked `concurrent`. These are all files with
 # engines of the second model runner, for which vLLM is imported once more. Its output comes at the end.
 # Before that all others run side by side. 5 is pytest's status for no test.
-test: $(VENV)/.engine .cuda/.fetched ## run every test that needs no GPU, real engines included; ARGS="tests/daemon -k restart"
+test: $(VENV)/.engine $(VENV)/.collected .cuda/.fetched ## run every test that needs no GPU, real engines too; ARGS="tests/cli -k top"
 	@$(PASSED); failed=0; \
 		passed $(SIDE_BY_SIDE) -m 'not vllm and not engine and $(HERE)' || failed=1; \
 		(passed -m 'vllm and not engine and $(HERE)'; unit=$$?; passed -m 'engine and concurrent and $(HERE)' && exit $$unit) \
@@ -116,6 +116,12 @@ delivery: $(VENV)/.dist ## install wheels and package, boot the unit, run the im
 clean: ## remove all environments, caches and what was built
 	rm -rf .venv* .demo .fuzz .gpu-site .cuda .delivery dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find kvoffd client proto tests deploy -type d -name __pycache__ -prune -exec rm -rf {} +
+
+# In a fresh clone pytest compiles all tests. One process does it, or each of those side by side would (11 s of a CPU).
+# What keeps a file from being collected is told by the run that follows.
+$(VENV)/.collected: | $(VENV)/.tools
+	@$(BIN)/pytest --collect-only -qq -m 'not vllm and not engine and $(HERE)' >/dev/null || true
+	@touch $@
 
 # Editable: Python is taken from here as it is, but C must be compiled again, and the version be written down.
 $(VENV)/.tools: pyproject.toml hatch_build.py kvoffd/__init__.py $(shell find kvoffd -name '*.[ch]') $(BUILD)

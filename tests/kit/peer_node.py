@@ -17,6 +17,8 @@ from .waiting import wait_until
 from .wire import SharedStats, books, keys
 
 PAGE_BYTES, BLOCKS, DEADLINE_S = 65536, 8, 60.0
+LOG_CHARACTERS = 4000
+"""Of a daemon's log, at its end, in the message of a wait that failed."""
 
 
 class Node:
@@ -67,6 +69,11 @@ class Node:
         (peer,) = self.peers
         return peer
 
+    def _state(self) -> str:
+        """What a wait that failed needs to be understood: its directory is gone when somebody reads of it."""
+        log = self.daemon.log[-LOG_CHARACTERS:]
+        return f"peers {self.peers}\nproblems {self.problems}\nhelper {self.helper}\n{log}"
+
     @property
     def problems(self) -> list[str]:
         return list(books(self.daemon.directory).problems)
@@ -97,7 +104,7 @@ class Node:
         os.kill(self.wait_helper(), signal.SIGKILL)
 
     def wait_up(self) -> None:
-        wait_until(lambda: all(one.up for one in self.peers), DEADLINE_S, explain=lambda: self.peers)
+        wait_until(lambda: all(one.up for one in self.peers), DEADLINE_S, explain=self._state)
 
     def store(self, first: int, seed: int) -> list[int]:
         self.engine.fill(range(BLOCKS), seed)
@@ -124,6 +131,6 @@ class Node:
     def load(self, first: int, peer: str = "") -> list[int]:
         """Look up until all is there, load, and return the checksums."""
         wanted = keys(*range(first, first + BLOCKS))
-        wait_until(lambda: self.engine.lookup(wanted, peer=peer) == BLOCKS, DEADLINE_S, explain=lambda: self.peers)
+        wait_until(lambda: self.engine.lookup(wanted, peer=peer) == BLOCKS, DEADLINE_S, explain=self._state)
         assert self.engine.load(wanted, range(BLOCKS, 2 * BLOCKS)).ok
         return self.engine.checksums(range(BLOCKS, 2 * BLOCKS))
