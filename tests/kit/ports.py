@@ -6,11 +6,14 @@ import random
 import socket
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
 from contextlib import ExitStack, suppress
+from functools import cache
+from itertools import cycle, islice
 from pathlib import Path
 
-FIRST = 10_000
-TRIES = 1_000
+FIRST, BLOCK = 10_000, 64
+"""The first port, and how many each process draws from."""
 
 
 def free_port() -> int:
@@ -21,17 +24,39 @@ def free_port() -> int:
 def free_ports(count: int) -> list[int]:
     """Several of which no two are the same, below those that the kernel gives to sockets that connect.
 
-    So a killed server can be followed by another at its port, which no client can have got.
+    So a killed server can be followed by another at its port, which no client can have got. Nor can a test that runs
+    side by side be given it before its server has bound it: each process has ports of its own.
     """
-    first_local = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    drawn = random.SystemRandom().sample(range(FIRST, first_local), TRIES)
     free: list[int] = []
     with ExitStack() as sockets:
-        while len(free) < count:
+        for port in islice(_ports(), BLOCK):
+            if len(free) == count:
+                break
             with suppress(OSError):
-                free.append(sockets.enter_context(socket.create_server(("127.0.0.1", drawn[-1]))).getsockname()[1])
-            drawn.pop()
+                free.append(sockets.enter_context(socket.create_server(("127.0.0.1", port))).getsockname()[1])
+    assert len(free) == count, f"of this process's {BLOCK} ports {len(free)} are free"
     return free
+
+
+@cache
+def _ports() -> Iterator[int]:
+    """This process's ports, again and again. It has them by a name in the network namespace, as the ports are in it."""
+    first_local = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    blocks = range(FIRST, first_local - BLOCK + 1, BLOCK)
+    for first in random.SystemRandom().sample(blocks, len(blocks)):
+        name = socket.socket(socket.AF_UNIX)
+        try:
+            name.bind(f"\0kvoffd's tests have ports from {first}")
+        except OSError:
+            name.close()
+        else:
+            _NAMES.append(name)
+            return cycle(range(first, first + BLOCK))
+    raise RuntimeError("other processes of tests have all ports")
+
+
+_NAMES: list[socket.socket] = []
+"""Open as long as the process."""
 
 
 def http_get(port: int, path: str) -> tuple[int, str]:
