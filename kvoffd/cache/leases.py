@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import itertools
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from kvoffd.cache.block_life import BlockLife
-from kvoffd.cache.block_table import NO_BLOCKS, BlockIds, FoundKeys, leading
+from kvoffd.cache.block_table import NO_BLOCKS, BlockIds, FoundKeys
 from kvoffd.cache.namespace import MissReason, Namespace
 from kvoffd.cache.tickets import Lease, LeaseTotals, SessionLeases
 from kvoffd.errors import KvoffdError, UnknownLease
@@ -22,6 +24,15 @@ UNPINNED_FOR_LOOKUP = 4096
 """Ended leases and their blocks, each counted, that a lookup may unpin for itself, besides two for each of its own."""
 CLAIM_S = 10.0
 """Time for which a session whose lookup was cut by the limit of leases counts as one that has some."""
+
+
+class Pinned(NamedTuple):
+    """Bytes of pinned blocks at one time."""
+
+    leased: int
+    """Those of blocks that leases pin."""
+    every: int
+    """Those of all."""
 
 
 class Leases:
@@ -81,6 +92,11 @@ class Leases:
         return self.most_bytes - self._blocks.pinned_bytes
 
     @property
+    def pinned(self) -> Pinned:
+        """Bytes that are pinned now."""
+        return Pinned(self._blocks.leased_bytes, self._blocks.pinned_bytes)
+
+    @property
     def leasable_bytes(self) -> int:
         """Bytes that leases may still pin, without those that are reserved for promotions."""
         return self.pinnable_bytes - self.withheld_bytes
@@ -121,12 +137,12 @@ class Leases:
             raise UnknownLease(f"The lease {lease_id} belongs to another session or namespace; choose a new lease id.")
         return lease
 
-    def give(self, lease: Lease, found: list[FoundKeys], pinned_before: int, *, is_new: bool) -> list[FoundKeys]:
+    def give(self, lease: Lease, found: list[FoundKeys], before: Pinned, *, is_new: bool) -> list[FoundKeys]:
         """Give a lease the READY blocks. Returns what was found, without the blocks that it may not pin.
 
         All are pinned first, those of a new lease by the lookup: only then it is known what that takes. If it is too
-        much, they are unpinned again, and as many are pinned as ``_cut`` allows. ``pinned_before``: pinned bytes before
-        the lookup.
+        much, they are unpinned again, and as many are pinned as ``_cut`` allows. ``before``: ``pinned`` before the
+        lookup.
         """
         ready = _ready_of(found)
         if is_new and (ready.size or lease.coming):  # it becomes active
@@ -137,19 +153,15 @@ class Leases:
             self.by_id[lease.lease_id] = lease
         if not ready.size:
             return found
-        if is_new:
-            fresh, newly_leased_bytes = ready, sum([of_group.newly_leased_bytes for of_group in found])
-        else:
-            fresh, newly_leased_bytes = self._lease_fresh(lease, ready)
-        fits = self._is_within_limit(lease.session, len(fresh), newly_leased_bytes, pinned_before)
-        if fits and self._is_within_share(lease.session, newly_leased_bytes):
+        fresh = ready if is_new else self._lease_fresh(lease, ready)
+        if self._may_lease(lease.session, len(fresh), before, self.pinned):
             self._claims.pop(lease.session, None)
         else:
             self._life.return_unpinned(self._blocks.end_lease(fresh))
             self._unpin_for(lease.session, fresh)
-            found = self._cut(lease, found)
-            fresh, newly_leased_bytes = self._lease_fresh(lease, _ready_of(found))
-        _add(lease, fresh, newly_leased_bytes)
+            found, before = self._cut(lease, found), self.pinned
+            fresh = self._lease_fresh(lease, _ready_of(found))
+        _add(lease, fresh, self._blocks.leased_bytes - before.leased)
         if not lease.blocks.size and not lease.coming:  # the limit allowed no pin
             self.end_all([lease])
         return found
@@ -168,31 +180,35 @@ class Leases:
         suffice: it stops soon after that number and UNPINNED_FOR_LOOKUP, and the lookup gets fewer blocks.
         """
         nbytes, left = int(self._blocks.pages[wanted].sum()) * PAGE_BYTES, UNPINNED_FOR_LOOKUP + 2 * len(wanted)
-        fits_share = self.of(session).nbytes + nbytes <= self._share_bytes(session)
-        most_bytes = self.most_bytes if fits_share else self._unrationed_bytes  # beyond its share it may only use these
-        while self._to_unpin and left > 0 and self._blocks.pinned_bytes + nbytes > most_bytes:
+        while self._to_unpin and left > 0:
+            now = self.pinned
+            if self._may_lease(session, 0, now, Pinned(now.leased + nbytes, now.every + nbytes)):
+                return
             left -= self.unpin_some()
 
-    def _lease_fresh(self, lease: Lease, ready: BlockIds) -> tuple[BlockIds, int]:
-        """Pin the READY blocks that a lease does not have. Returns these, and the bytes that no lease pinned before."""
+    def _lease_fresh(self, lease: Lease, ready: BlockIds) -> BlockIds:
+        """Pin the READY blocks that a lease does not have. Returns these."""
         fresh = ready[~np.isin(ready, lease.blocks)]
-        return fresh, self._blocks.lease(fresh)
+        self._blocks.lease(fresh)
+        return fresh
 
-    def _is_within_limit(self, session: int, keys: int, newly_leased_bytes: int, pinned_before: int) -> bool:
-        """Return whether a session may keep this many keys that were just leased for it, whatever its share."""
-        if self.of(session).keys + keys > self._max_keys:
+    def _may_lease(self, session: int, keys: int, before: Pinned, after: Pinned) -> bool:
+        """Return whether a session's lookup may lease this many keys more, which changes the pinned bytes so: within
+        the limits, and within the session's share as far as others need a part."""
+        if not self._is_within_limit(session, keys, before, after):
             return False
-        if not newly_leased_bytes:
-            return True
-        leased_bytes, pinned_bytes = self._blocks.leased_bytes, self._blocks.pinned_bytes
-        # Other pins, as those of loads, may exceed the limit: then this is within it if it has pinned nothing new.
-        return leased_bytes <= self.most_bytes and pinned_bytes <= max(self.most_bytes, pinned_before)
-
-    def _is_within_share(self, session: int, newly_leased_bytes: int) -> bool:
-        """Return whether a session may keep these bytes that were just leased for it, as far as others need a part."""
-        if not newly_leased_bytes or self._blocks.pinned_bytes <= self._unrationed_bytes:
+        newly_leased_bytes = after.leased - before.leased
+        if not newly_leased_bytes or after.every <= self._unrationed_bytes:
             return True
         return self.of(session).nbytes + newly_leased_bytes <= self._share_bytes(session)
+
+    def _is_within_limit(self, session: int, keys: int, before: Pinned, after: Pinned) -> bool:
+        """Return whether a session may lease this many keys more, which changes the pinned bytes so, whatever its
+        share."""
+        if self.of(session).keys + keys > self._max_keys:
+            return False
+        # Other pins, as those of loads, may exceed the limit: then this is within it if it pins nothing new.
+        return after.leased <= self.most_bytes and after.every <= max(self.most_bytes, before.every)
 
     def _share_bytes(self, session: int) -> int:
         """Return the equal part of a session among those that have pinned something, or claim it, and itself."""
@@ -212,16 +228,15 @@ class Leases:
         order = np.argsort(parts_before, kind="stable")
         group_numbers = np.repeat(np.arange(len(found)), counts)[order]
         blocks = np.concatenate([of_group.ready[which] for of_group, which in zip(found, fresh, strict=True)])[order]
-        # Bytes that leasing each of them and those before it would pin, and lease, and whether that is allowed.
-        nbytes = self._blocks.pages[blocks].astype(np.int64) * PAGE_BYTES
-        to_pin = np.cumsum(nbytes * (self._blocks.pins[blocks] == 0))
-        to_lease = np.cumsum(nbytes * (self._blocks.leases[blocks] == 0))
-        most, pinned_bytes, leased = self.most_bytes, self._blocks.pinned_bytes, self.of(lease.session)
-        share = max(0, self._share_bytes(lease.session) - leased.nbytes)
-        # As ``_is_within_limit``, for each block.
-        fits = (to_lease <= most - self._blocks.leased_bytes) & (to_pin <= max(0, most - pinned_bytes))
-        fits &= (to_lease <= share) | (pinned_bytes + to_pin <= self._unrationed_bytes)  # as ``_is_within_share``
-        count = min(leading(fits), max(0, self._max_keys - leased.keys))
+        # Pinned bytes if each of them, and those before it, were leased.
+        nbytes, now = self._blocks.pages[blocks].astype(np.int64) * PAGE_BYTES, self.pinned
+        leased = now.leased + np.cumsum(nbytes * (self._blocks.leases[blocks] == 0))
+        every = now.every + np.cumsum(nbytes * (self._blocks.pins[blocks] == 0))
+
+        def is_too_much(at: int) -> bool:
+            return not self._may_lease(lease.session, at + 1, now, Pinned(int(leased[at]), int(every[at])))
+
+        count = bisect_left(range(len(blocks)), True, key=is_too_much)  # what is too much is so with more blocks too
         if count < len(blocks):
             self._claims[lease.session] = self._clock() + CLAIM_S
         leasable = np.bincount(group_numbers[:count], minlength=len(found)).tolist()
@@ -234,10 +249,10 @@ class Leases:
         """Pin READY blocks that were promoted for a lease, unless it has ended or leases may not pin more."""
         if not lease.active:
             return
-        pinned_before = self._blocks.pinned_bytes
-        newly_leased_bytes = self._blocks.lease(blocks)
-        if self._is_within_limit(lease.session, len(blocks), newly_leased_bytes, pinned_before):
-            _add(lease, blocks, newly_leased_bytes)
+        before = self.pinned
+        self._blocks.lease(blocks)
+        if self._is_within_limit(lease.session, len(blocks), before, self.pinned):
+            _add(lease, blocks, self._blocks.leased_bytes - before.leased)
         else:
             self._life.return_unpinned(self._blocks.end_lease(blocks))
 
