@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_left
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
@@ -78,6 +78,8 @@ class Leases:
         self.withheld_bytes = 0
         self.ended_at_once = ENDED_AT_ONCE
         self.by_session: dict[int, dict[Namespace, SessionLeases]] = {}
+        self._bytes_of = Counter[int]()
+        """Sum of the leases' ``nbytes`` of each session that has any."""
         self._claims: dict[int, float] = {}
         """Sessions whose last lookup was cut by the limit of leases, with the time until which they count as sessions
         with leases."""
@@ -103,12 +105,11 @@ class Leases:
 
     def of(self, session: int) -> LeaseTotals:
         """Return what the session has leased in all namespaces."""
-        leases = keys = nbytes = 0
+        leases = keys = 0
         for siblings in self.by_session.get(session, {}).values():
             leases += len(siblings.leases)
             keys += siblings.keys
-            nbytes += siblings.nbytes
-        return LeaseTotals(leases, keys, nbytes)
+        return LeaseTotals(leases, keys, self._bytes_of[session])
 
     @property
     def count(self) -> int:
@@ -161,7 +162,7 @@ class Leases:
             self._unpin_for(lease.session, fresh)
             found, before = self._cut(lease, found), self.pinned
             fresh = self._lease_fresh(lease, _ready_of(found))
-        _add(lease, fresh, self._blocks.leased_bytes - before.leased)
+        self._add(lease, fresh, self._blocks.leased_bytes - before.leased)
         if not lease.blocks.size and not lease.coming:  # the limit allowed no pin
             self.end_all([lease])
         return found
@@ -200,7 +201,7 @@ class Leases:
         newly_leased_bytes = after.leased - before.leased
         if not newly_leased_bytes or after.every <= self._unrationed_bytes:
             return True
-        return self.of(session).nbytes + newly_leased_bytes <= self._share_bytes(session)
+        return self._bytes_of[session] + newly_leased_bytes <= self._share_bytes(session)
 
     def _is_within_limit(self, session: int, keys: int, before: Pinned, after: Pinned) -> bool:
         """Return whether a session may lease this many keys more, which changes the pinned bytes so, whatever its
@@ -214,7 +215,7 @@ class Leases:
         """Return the equal part of a session among those that have pinned something, or claim it, and itself."""
         now = self._clock()
         # Sessions that only wait for a tier, and have nothing pinned yet, do not count.
-        sharers = {session, *(other for other in self.by_session if self.of(other).nbytes)}
+        sharers = {session, *(other for other, nbytes in self._bytes_of.items() if nbytes)}
         sharers.update(other for other, until in self._claims.items() if until > now)
         return self.most_bytes // len(sharers)
 
@@ -252,9 +253,16 @@ class Leases:
         before = self.pinned
         self._blocks.lease(blocks)
         if self._is_within_limit(lease.session, len(blocks), before, self.pinned):
-            _add(lease, blocks, self._blocks.leased_bytes - before.leased)
+            self._add(lease, blocks, self._blocks.leased_bytes - before.leased)
         else:
             self._life.return_unpinned(self._blocks.end_lease(blocks))
+
+    def _add(self, lease: Lease, fresh: BlockIds, newly_leased_bytes: int) -> None:
+        lease.blocks = np.concatenate([lease.blocks, fresh]) if lease.blocks.size else fresh
+        lease.nbytes += newly_leased_bytes
+        lease.siblings.nbytes += newly_leased_bytes
+        lease.siblings.keys += len(fresh)
+        self._bytes_of[lease.session] += newly_leased_bytes
 
     # --- ends -----------------------------------------------------------------------------------
 
@@ -266,6 +274,7 @@ class Leases:
     def end_session(self, session: int) -> int:
         """End all leases of a closed session. Returns how many."""
         self._claims.pop(session, None)
+        self._bytes_of.pop(session, None)
         namespaces = self.by_session.pop(session, {})
         return self._unpin([siblings.end() for siblings in namespaces.values()])
 
@@ -273,9 +282,11 @@ class Leases:
         """End all leases on blocks of namespaces."""
         which, ended = set(namespaces), list[dict[Lease, None]]()
         for session, of_session in list(self.by_session.items()):
-            ended += [of_session.pop(one).end() for one in which.intersection(of_session)]
+            for siblings in [of_session.pop(one) for one in which.intersection(of_session)]:
+                self._bytes_of[session] -= siblings.nbytes
+                ended.append(siblings.end())
             if not of_session:
-                del self.by_session[session]
+                del self.by_session[session], self._bytes_of[session]
         self._unpin(ended)
 
     def end_overdue(self) -> int:
@@ -291,11 +302,12 @@ class Leases:
             del siblings.leases[lease]
             siblings.keys -= len(lease.blocks)
             siblings.nbytes -= lease.nbytes
+            self._bytes_of[lease.session] -= lease.nbytes
             if not siblings.leases:
                 of_session = self.by_session[lease.session]
                 del of_session[lease.namespace]
                 if not of_session:
-                    del self.by_session[lease.session]
+                    del self.by_session[lease.session], self._bytes_of[lease.session]
         return self._unpin([dict.fromkeys(leases)])
 
     def _unpin(self, ended: Iterable[dict[Lease, None]]) -> int:
@@ -336,13 +348,6 @@ class Leases:
             blocks = ended[0].blocks if len(ended) == 1 else np.concatenate([lease.blocks for lease in ended])
             self._life.return_unpinned(self._blocks.end_lease(blocks))
         return len(ended) + unpinned
-
-
-def _add(lease: Lease, fresh: BlockIds, newly_leased_bytes: int) -> None:
-    lease.blocks = np.concatenate([lease.blocks, fresh]) if lease.blocks.size else fresh
-    lease.nbytes += newly_leased_bytes
-    lease.siblings.nbytes += newly_leased_bytes
-    lease.siblings.keys += len(fresh)
 
 
 def _ready_of(found: Sequence[FoundKeys]) -> BlockIds:
