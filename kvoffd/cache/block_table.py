@@ -215,8 +215,8 @@ class BlockTable(Structure):
         self.prompt = np.zeros(slots, np.uint64)
         """[blocks] number of the prompt that last looked the block up, or of the one whose store made it."""
         self.last_prompt = 0
-        """Number of the latest lookup or store: a newer one has a higher number. A prompt that asks again gets a new
-        one, and so becomes the newest."""
+        """The highest number of a prompt. Each lookup gets a new one, so that a prompt that asks again becomes the
+        newest; so does each store, for those of its prompts that continue none that is known."""
         self._native = native()
         self._counts = array("Q", bytes(8 * 2))
         """The largest results that C writes there: ``struct found`` and ``struct ended`` of blocks.c."""

@@ -3,7 +3,7 @@
 A namespace's **generation** is raised by each reset and clear, which make its blocks stale. Pools and disks record the
 generation in which a block was stored. A block of a lower generation is void wherever it is found: on a disk that was
 detached or read-only, in an older copy of a file, in another pool. This is the only protection against cleared blocks,
-so a reset (``NamespaceResets.drop``) is answered only when ``kvoffd.state`` is on its device.
+so a reset (``NamespaceResets``) is answered only when ``kvoffd.state`` is on its device.
 
 A generation is a time, in microseconds since 1970, above all generations seen in the state file, pools and disks. So
 one that is raised after the state file was lost is above all earlier ones. A higher one that is found in a pool or on a
