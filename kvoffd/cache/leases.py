@@ -26,7 +26,7 @@ CLAIM_S = 10.0
 """Time for which a session whose lookup was cut by the limit of leases counts as one that has some."""
 
 
-class Pinned(NamedTuple):
+class PinnedBytes(NamedTuple):
     """Bytes of pinned blocks at one time."""
 
     leased: int
@@ -94,9 +94,9 @@ class Leases:
         return self.most_bytes - self._blocks.pinned_bytes
 
     @property
-    def pinned(self) -> Pinned:
+    def pinned(self) -> PinnedBytes:
         """Bytes that are pinned now."""
-        return Pinned(self._blocks.leased_bytes, self._blocks.pinned_bytes)
+        return PinnedBytes(self._blocks.leased_bytes, self._blocks.pinned_bytes)
 
     @property
     def leasable_bytes(self) -> int:
@@ -138,7 +138,7 @@ class Leases:
             raise UnknownLease(f"The lease {lease_id} belongs to another session or namespace; choose a new lease id.")
         return lease
 
-    def give(self, lease: Lease, found: list[FoundKeys], before: Pinned, *, is_new: bool) -> list[FoundKeys]:
+    def give(self, lease: Lease, found: list[FoundKeys], before: PinnedBytes, *, is_new: bool) -> list[FoundKeys]:
         """Give a lease the READY blocks. Returns what was found, without the blocks that it may not pin.
 
         All are pinned first, those of a new lease by the lookup: only then it is known what that takes. If it is too
@@ -183,7 +183,7 @@ class Leases:
         nbytes, left = int(self._blocks.pages[wanted].sum()) * PAGE_BYTES, UNPINNED_FOR_LOOKUP + 2 * len(wanted)
         while self._to_unpin and left > 0:
             now = self.pinned
-            if self._may_lease(session, 0, now, Pinned(now.leased + nbytes, now.every + nbytes)):
+            if self._may_lease(session, 0, now, PinnedBytes(now.leased + nbytes, now.every + nbytes)):
                 return
             left -= self.unpin_some()
 
@@ -193,7 +193,7 @@ class Leases:
         self._blocks.lease(fresh)
         return fresh
 
-    def _may_lease(self, session: int, keys: int, before: Pinned, after: Pinned) -> bool:
+    def _may_lease(self, session: int, keys: int, before: PinnedBytes, after: PinnedBytes) -> bool:
         """Return whether a session's lookup may lease this many keys more, which changes the pinned bytes so: within
         the limits, and within the session's share as far as others need a part."""
         if not self._is_within_limit(session, keys, before, after):
@@ -203,7 +203,7 @@ class Leases:
             return True
         return self._bytes_of[session] + newly_leased_bytes <= self._share_bytes(session)
 
-    def _is_within_limit(self, session: int, keys: int, before: Pinned, after: Pinned) -> bool:
+    def _is_within_limit(self, session: int, keys: int, before: PinnedBytes, after: PinnedBytes) -> bool:
         """Return whether a session may lease this many keys more, which changes the pinned bytes so, whatever its
         share."""
         if self.of(session).keys + keys > self._max_keys:
@@ -235,7 +235,7 @@ class Leases:
         every = now.every + np.cumsum(nbytes * (self._blocks.pins[blocks] == 0))
 
         def is_too_much(at: int) -> bool:
-            return not self._may_lease(lease.session, at + 1, now, Pinned(int(leased[at]), int(every[at])))
+            return not self._may_lease(lease.session, at + 1, now, PinnedBytes(int(leased[at]), int(every[at])))
 
         count = bisect_left(range(len(blocks)), True, key=is_too_much)  # what is too much is so with more blocks too
         if count < len(blocks):
