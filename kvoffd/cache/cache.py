@@ -157,7 +157,7 @@ class Cache:
             BadGeometry, BadKeys
             UnknownLease, KvoffdError (TOO_MANY): see ``Leases.open``.
         """
-        lease = self.leases.open(session, lease_id, namespace)
+        lease, before = self.leases.open(session, lease_id, namespace), self.leases.pinned
         for index, keys in groups:
             namespace.check(index, keys)
         is_new = not lease.active
@@ -166,7 +166,6 @@ class Cache:
         else:
             lease.forget_unanswered()
         lease.peer = peer
-        before = self.leases.pinned
         asked = None if again else [AskedKeys(namespace, reported=reported) for _ in groups]
         found = list[FoundKeys]()
         self.blocks.last_prompt += 1

@@ -193,23 +193,20 @@ class Leases:
         self._blocks.lease(fresh)
         return fresh
 
-    def _may_lease(self, session: int, keys: int, before: PinnedBytes, after: PinnedBytes) -> bool:
-        """Return whether a session's lookup may lease this many keys more, which changes the pinned bytes so: within
-        the limits, and within the session's share as far as others need a part."""
-        if not self._is_within_limit(session, keys, before, after):
-            return False
-        newly_leased_bytes = after.leased - before.leased
-        if not newly_leased_bytes or after.every <= self._unrationed_bytes:
-            return True
-        return self._bytes_of[session] + newly_leased_bytes <= self._share_bytes(session)
-
-    def _is_within_limit(self, session: int, keys: int, before: PinnedBytes, after: PinnedBytes) -> bool:
-        """Return whether a session may lease this many keys more, which changes the pinned bytes so, whatever its
-        share."""
+    def _may_lease(
+        self, session: int, keys: int, before: PinnedBytes, after: PinnedBytes, *, is_lookup: bool = True
+    ) -> bool:
+        """Return whether a session may lease this many keys more, which changes the pinned bytes so: within the limits,
+        and for a lookup also within the session's share, as far as others need a part."""
         if self.of(session).keys + keys > self._max_keys:
             return False
         # Other pins, as those of loads, may exceed the limit: then this is within it if it pins nothing new.
-        return after.leased <= self.most_bytes and after.every <= max(self.most_bytes, before.every)
+        if after.leased > self.most_bytes or after.every > max(self.most_bytes, before.every):
+            return False
+        newly_leased_bytes = after.leased - before.leased
+        if not is_lookup or not newly_leased_bytes or after.every <= self._unrationed_bytes:
+            return True
+        return self._bytes_of[session] + newly_leased_bytes <= self._share_bytes(session)
 
     def _share_bytes(self, session: int) -> int:
         """Return the equal part of a session among those that have pinned something, or claim it, and itself."""
@@ -252,7 +249,7 @@ class Leases:
             return
         before = self.pinned
         self._blocks.lease(blocks)
-        if self._is_within_limit(lease.session, len(blocks), before, self.pinned):
+        if self._may_lease(lease.session, len(blocks), before, self.pinned, is_lookup=False):
             self._add(lease, blocks, self._blocks.leased_bytes - before.leased)
         else:
             self._life.return_unpinned(self._blocks.end_lease(blocks))
