@@ -198,7 +198,7 @@ class Leases:
     ) -> bool:
         """Return whether a session may lease this many keys more, which changes the pinned bytes so: within the limits,
         and for a lookup also within the session's share, as far as others need a part."""
-        if self.of(session).keys + keys > self._max_keys:
+        if keys + sum([one.keys for one in self.by_session.get(session, {}).values()]) > self._max_keys:
             return False
         # Other pins, as those of loads, may exceed the limit: then this is within it if it pins nothing new.
         if after.leased > self.most_bytes or after.every > max(self.most_bytes, before.every):
