@@ -118,8 +118,6 @@ class FoundKeys(NamedTuple):
     """[keys] state of each."""
     ready: BlockIds
     """Blocks of the READY keys."""
-    newly_leased_bytes: int
-    """Bytes of the READY blocks that only this lookup leases; 0 if it leases none."""
     ready_prefix: int
     """Keys before the first that is not READY."""
     reasons: bytes
@@ -217,8 +215,8 @@ class BlockTable(Structure):
         self.prompt = np.zeros(slots, np.uint64)
         """[blocks] number of the prompt that last looked the block up, or of the one whose store made it."""
         self.last_prompt = 0
-        """Number of the latest lookup or store: a newer one has a higher number. A prompt that asks again gets a new
-        one, and so becomes the newest."""
+        """The highest number of a prompt. Each lookup gets a new one, so that a prompt that asks again becomes the
+        newest; so does each store, for those of its prompts that continue none that is known."""
         self._native = native()
         self._counts = array("Q", bytes(8 * 2))
         """The largest results that C writes there: ``struct found`` and ``struct ended`` of blocks.c."""
@@ -260,13 +258,13 @@ class BlockTable(Structure):
 
     def lookup(self, group: Group, keys: bytes, *, lease: bool) -> FoundKeys:
         """Find keys, and ``lease`` the blocks of the READY ones if so told."""
-        count, leased_bytes = len(keys) // group.key_bytes, self.leased_bytes
+        count = len(keys) // group.key_bytes
         if count > self._capacity:
             self._grow(count)
         self._native.blocks_lookup(self.address, group.number, keys, count, group.key_bytes, lease)
         ready, ready_prefix = self._counts
         states, reasons = self._bytes[:count].tobytes(), self._bytes[count : 2 * count].tobytes()
-        return FoundKeys(states, self._numbers[:ready].copy(), self.leased_bytes - leased_bytes, ready_prefix, reasons)
+        return FoundKeys(states, self._numbers[:ready].copy(), ready_prefix, reasons)
 
     def judge(self, group: Group, keys: bytes, rank: int, first_blocks: Mapping[int, int]) -> tuple[bytes, BlockIds]:
         """Return a ``StoreVerdict`` for each key that a rank stores, and the key's block, NO_BLOCK if it has none.
@@ -479,11 +477,9 @@ class BlockTable(Structure):
             self._grow(count)
         return self._numbers[: self._native.blocks_unpin(self.address, packed(blocks), count)].copy()
 
-    def lease(self, blocks: BlockIds) -> int:
-        """Pin blocks for a lease, until ``end_lease``. Returns the bytes of those that no lease pinned before."""
-        leased_bytes = self.leased_bytes
+    def lease(self, blocks: BlockIds) -> None:
+        """Pin blocks for a lease, until ``end_lease``."""
         self._native.blocks_lease(self.address, packed(blocks), len(blocks))
-        return self.leased_bytes - leased_bytes
 
     def end_lease(self, blocks: BlockIds) -> BlockIds:
         """Undo ``lease``. Returns the blocks that are not pinned any more, for ``BlockLife.return_unpinned``."""

@@ -157,16 +157,15 @@ class Cache:
             BadGeometry, BadKeys
             UnknownLease, KvoffdError (TOO_MANY): see ``Leases.open``.
         """
-        lease = self.leases.open(session, lease_id, namespace)
+        lease, before = self.leases.open(session, lease_id, namespace), self.leases.pinned
         for index, keys in groups:
             namespace.check(index, keys)
         is_new = not lease.active
         if is_new:
             lease.covers_at_end = not (again or reported)
         else:
-            lease.ask_again()
+            lease.forget_unanswered()
         lease.peer = peer
-        pinned_before = self.blocks.pinned_bytes
         asked = None if again else [AskedKeys(namespace, reported=reported) for _ in groups]
         found = list[FoundKeys]()
         self.blocks.last_prompt += 1
@@ -186,7 +185,7 @@ class Cache:
             if is_new:  # an active one keeps what it had; nothing more was leased for it
                 self.leases.discard(lease, found)
             raise
-        found = self.leases.give(lease, found, pinned_before, is_new=is_new)
+        found = self.leases.give(lease, found, before, is_new=is_new)
         if asked is not None:
             self.prompts.looked_up(lease, groups, found, asked, reported=reported)
         return LookupResult([of_group.states for of_group in found], lease if lease.active else None)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from collections import deque
+from bisect import bisect_left
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from kvoffd.cache.block_life import BlockLife
-from kvoffd.cache.block_table import NO_BLOCKS, BlockIds, FoundKeys, leading
+from kvoffd.cache.block_table import NO_BLOCKS, BlockIds, FoundKeys
 from kvoffd.cache.namespace import MissReason, Namespace
 from kvoffd.cache.tickets import Lease, LeaseTotals, SessionLeases
 from kvoffd.errors import KvoffdError, UnknownLease
@@ -22,6 +24,15 @@ UNPINNED_FOR_LOOKUP = 4096
 """Ended leases and their blocks, each counted, that a lookup may unpin for itself, besides two for each of its own."""
 CLAIM_S = 10.0
 """Time for which a session whose lookup was cut by the limit of leases counts as one that has some."""
+
+
+class PinnedBytes(NamedTuple):
+    """Bytes of pinned blocks at one time."""
+
+    leased: int
+    """Those of blocks that leases pin."""
+    every: int
+    """Those of all."""
 
 
 class Leases:
@@ -67,6 +78,8 @@ class Leases:
         self.withheld_bytes = 0
         self.ended_at_once = ENDED_AT_ONCE
         self.by_session: dict[int, dict[Namespace, SessionLeases]] = {}
+        self._bytes_of = Counter[int]()
+        """Sum of the leases' ``nbytes`` of each session that has any."""
         self._claims: dict[int, float] = {}
         """Sessions whose last lookup was cut by the limit of leases, with the time until which they count as sessions
         with leases."""
@@ -81,18 +94,22 @@ class Leases:
         return self.most_bytes - self._blocks.pinned_bytes
 
     @property
+    def pinned(self) -> PinnedBytes:
+        """Bytes that are pinned now."""
+        return PinnedBytes(self._blocks.leased_bytes, self._blocks.pinned_bytes)
+
+    @property
     def leasable_bytes(self) -> int:
         """Bytes that leases may still pin, without those that are reserved for promotions."""
         return self.pinnable_bytes - self.withheld_bytes
 
     def of(self, session: int) -> LeaseTotals:
         """Return what the session has leased in all namespaces."""
-        leases = keys = nbytes = 0
+        leases = keys = 0
         for siblings in self.by_session.get(session, {}).values():
             leases += len(siblings.leases)
             keys += siblings.keys
-            nbytes += siblings.nbytes
-        return LeaseTotals(leases, keys, nbytes)
+        return LeaseTotals(leases, keys, self._bytes_of[session])
 
     @property
     def count(self) -> int:
@@ -121,12 +138,12 @@ class Leases:
             raise UnknownLease(f"The lease {lease_id} belongs to another session or namespace; choose a new lease id.")
         return lease
 
-    def give(self, lease: Lease, found: list[FoundKeys], pinned_before: int, *, is_new: bool) -> list[FoundKeys]:
+    def give(self, lease: Lease, found: list[FoundKeys], before: PinnedBytes, *, is_new: bool) -> list[FoundKeys]:
         """Give a lease the READY blocks. Returns what was found, without the blocks that it may not pin.
 
         All are pinned first, those of a new lease by the lookup: only then it is known what that takes. If it is too
-        much, they are unpinned again, and as many are pinned as ``_cut`` allows. ``pinned_before``: pinned bytes before
-        the lookup.
+        much, they are unpinned again, and as many are pinned as ``_cut`` allows. ``before``: ``pinned`` before the
+        lookup.
         """
         ready = _ready_of(found)
         if is_new and (ready.size or lease.coming):  # it becomes active
@@ -137,19 +154,15 @@ class Leases:
             self.by_id[lease.lease_id] = lease
         if not ready.size:
             return found
-        if is_new:
-            fresh, newly_leased_bytes = ready, sum([of_group.newly_leased_bytes for of_group in found])
-        else:
-            fresh, newly_leased_bytes = self._lease_fresh(lease, ready)
-        fits = self._is_within_limit(lease.session, len(fresh), newly_leased_bytes, pinned_before)
-        if fits and self._is_within_share(lease.session, newly_leased_bytes):
+        fresh = ready if is_new else self._lease_fresh(lease, ready)
+        if self._may_lease(lease.session, len(fresh), before, self.pinned):
             self._claims.pop(lease.session, None)
         else:
             self._life.return_unpinned(self._blocks.end_lease(fresh))
             self._unpin_for(lease.session, fresh)
-            found = self._cut(lease, found)
-            fresh, newly_leased_bytes = self._lease_fresh(lease, _ready_of(found))
-        _add(lease, fresh, newly_leased_bytes)
+            found, before = self._cut(lease, found), self.pinned
+            fresh = self._lease_fresh(lease, _ready_of(found))
+        self._add(lease, fresh, self._blocks.leased_bytes - before.leased)
         if not lease.blocks.size and not lease.coming:  # the limit allowed no pin
             self.end_all([lease])
         return found
@@ -168,37 +181,38 @@ class Leases:
         suffice: it stops soon after that number and UNPINNED_FOR_LOOKUP, and the lookup gets fewer blocks.
         """
         nbytes, left = int(self._blocks.pages[wanted].sum()) * PAGE_BYTES, UNPINNED_FOR_LOOKUP + 2 * len(wanted)
-        fits_share = self.of(session).nbytes + nbytes <= self._share_bytes(session)
-        most_bytes = self.most_bytes if fits_share else self._unrationed_bytes  # beyond its share it may only use these
-        while self._to_unpin and left > 0 and self._blocks.pinned_bytes + nbytes > most_bytes:
+        while self._to_unpin and left > 0:
+            now = self.pinned
+            if self._may_lease(session, 0, now, PinnedBytes(now.leased + nbytes, now.every + nbytes)):
+                return
             left -= self.unpin_some()
 
-    def _lease_fresh(self, lease: Lease, ready: BlockIds) -> tuple[BlockIds, int]:
-        """Pin the READY blocks that a lease does not have. Returns these, and the bytes that no lease pinned before."""
+    def _lease_fresh(self, lease: Lease, ready: BlockIds) -> BlockIds:
+        """Pin the READY blocks that a lease does not have. Returns these."""
         fresh = ready[~np.isin(ready, lease.blocks)]
-        return fresh, self._blocks.lease(fresh)
+        self._blocks.lease(fresh)
+        return fresh
 
-    def _is_within_limit(self, session: int, keys: int, newly_leased_bytes: int, pinned_before: int) -> bool:
-        """Return whether a session may keep this many keys that were just leased for it, whatever its share."""
-        if self.of(session).keys + keys > self._max_keys:
+    def _may_lease(
+        self, session: int, keys: int, before: PinnedBytes, after: PinnedBytes, *, is_lookup: bool = True
+    ) -> bool:
+        """Return whether a session may lease this many keys more, which changes the pinned bytes so: within the limits,
+        and for a lookup also within the session's share, as far as others need a part."""
+        if keys + sum([one.keys for one in self.by_session.get(session, {}).values()]) > self._max_keys:
             return False
-        if not newly_leased_bytes:
+        # Other pins, as those of loads, may exceed the limit: then this is within it if it pins nothing new.
+        if after.leased > self.most_bytes or after.every > max(self.most_bytes, before.every):
+            return False
+        newly_leased_bytes = after.leased - before.leased
+        if not is_lookup or not newly_leased_bytes or after.every <= self._unrationed_bytes:
             return True
-        leased_bytes, pinned_bytes = self._blocks.leased_bytes, self._blocks.pinned_bytes
-        # Other pins, as those of loads, may exceed the limit: then this is within it if it has pinned nothing new.
-        return leased_bytes <= self.most_bytes and pinned_bytes <= max(self.most_bytes, pinned_before)
-
-    def _is_within_share(self, session: int, newly_leased_bytes: int) -> bool:
-        """Return whether a session may keep these bytes that were just leased for it, as far as others need a part."""
-        if not newly_leased_bytes or self._blocks.pinned_bytes <= self._unrationed_bytes:
-            return True
-        return self.of(session).nbytes + newly_leased_bytes <= self._share_bytes(session)
+        return self._bytes_of[session] + newly_leased_bytes <= self._share_bytes(session)
 
     def _share_bytes(self, session: int) -> int:
         """Return the equal part of a session among those that have pinned something, or claim it, and itself."""
         now = self._clock()
         # Sessions that only wait for a tier, and have nothing pinned yet, do not count.
-        sharers = {session, *(other for other in self.by_session if self.of(other).nbytes)}
+        sharers = {session, *(other for other, nbytes in self._bytes_of.items() if nbytes)}
         sharers.update(other for other, until in self._claims.items() if until > now)
         return self.most_bytes // len(sharers)
 
@@ -212,16 +226,15 @@ class Leases:
         order = np.argsort(parts_before, kind="stable")
         group_numbers = np.repeat(np.arange(len(found)), counts)[order]
         blocks = np.concatenate([of_group.ready[which] for of_group, which in zip(found, fresh, strict=True)])[order]
-        # Bytes that leasing each of them and those before it would pin, and lease, and whether that is allowed.
-        nbytes = self._blocks.pages[blocks].astype(np.int64) * PAGE_BYTES
-        to_pin = np.cumsum(nbytes * (self._blocks.pins[blocks] == 0))
-        to_lease = np.cumsum(nbytes * (self._blocks.leases[blocks] == 0))
-        most, pinned_bytes, leased = self.most_bytes, self._blocks.pinned_bytes, self.of(lease.session)
-        share = max(0, self._share_bytes(lease.session) - leased.nbytes)
-        # As ``_is_within_limit``, for each block.
-        fits = (to_lease <= most - self._blocks.leased_bytes) & (to_pin <= max(0, most - pinned_bytes))
-        fits &= (to_lease <= share) | (pinned_bytes + to_pin <= self._unrationed_bytes)  # as ``_is_within_share``
-        count = min(leading(fits), max(0, self._max_keys - leased.keys))
+        # Pinned bytes if each of them, and those before it, were leased.
+        nbytes, now = self._blocks.pages[blocks].astype(np.int64) * PAGE_BYTES, self.pinned
+        leased = now.leased + np.cumsum(nbytes * (self._blocks.leases[blocks] == 0))
+        every = now.every + np.cumsum(nbytes * (self._blocks.pins[blocks] == 0))
+
+        def is_too_much(at: int) -> bool:
+            return not self._may_lease(lease.session, at + 1, now, PinnedBytes(int(leased[at]), int(every[at])))
+
+        count = bisect_left(range(len(blocks)), True, key=is_too_much)  # what is too much is so with more blocks too
         if count < len(blocks):
             self._claims[lease.session] = self._clock() + CLAIM_S
         leasable = np.bincount(group_numbers[:count], minlength=len(found)).tolist()
@@ -234,12 +247,19 @@ class Leases:
         """Pin READY blocks that were promoted for a lease, unless it has ended or leases may not pin more."""
         if not lease.active:
             return
-        pinned_before = self._blocks.pinned_bytes
-        newly_leased_bytes = self._blocks.lease(blocks)
-        if self._is_within_limit(lease.session, len(blocks), newly_leased_bytes, pinned_before):
-            _add(lease, blocks, newly_leased_bytes)
+        before = self.pinned
+        self._blocks.lease(blocks)
+        if self._may_lease(lease.session, len(blocks), before, self.pinned, is_lookup=False):
+            self._add(lease, blocks, self._blocks.leased_bytes - before.leased)
         else:
             self._life.return_unpinned(self._blocks.end_lease(blocks))
+
+    def _add(self, lease: Lease, fresh: BlockIds, newly_leased_bytes: int) -> None:
+        lease.blocks = np.concatenate([lease.blocks, fresh]) if lease.blocks.size else fresh
+        lease.nbytes += newly_leased_bytes
+        lease.siblings.nbytes += newly_leased_bytes
+        lease.siblings.keys += len(fresh)
+        self._bytes_of[lease.session] += newly_leased_bytes
 
     # --- ends -----------------------------------------------------------------------------------
 
@@ -251,6 +271,7 @@ class Leases:
     def end_session(self, session: int) -> int:
         """End all leases of a closed session. Returns how many."""
         self._claims.pop(session, None)
+        self._bytes_of.pop(session, None)
         namespaces = self.by_session.pop(session, {})
         return self._unpin([siblings.end() for siblings in namespaces.values()])
 
@@ -258,9 +279,11 @@ class Leases:
         """End all leases on blocks of namespaces."""
         which, ended = set(namespaces), list[dict[Lease, None]]()
         for session, of_session in list(self.by_session.items()):
-            ended += [of_session.pop(one).end() for one in which.intersection(of_session)]
+            for siblings in [of_session.pop(one) for one in which.intersection(of_session)]:
+                self._bytes_of[session] -= siblings.nbytes
+                ended.append(siblings.end())
             if not of_session:
-                del self.by_session[session]
+                del self.by_session[session], self._bytes_of[session]
         self._unpin(ended)
 
     def end_overdue(self) -> int:
@@ -276,11 +299,12 @@ class Leases:
             del siblings.leases[lease]
             siblings.keys -= len(lease.blocks)
             siblings.nbytes -= lease.nbytes
+            self._bytes_of[lease.session] -= lease.nbytes
             if not siblings.leases:
                 of_session = self.by_session[lease.session]
                 del of_session[lease.namespace]
                 if not of_session:
-                    del self.by_session[lease.session]
+                    del self.by_session[lease.session], self._bytes_of[lease.session]
         return self._unpin([dict.fromkeys(leases)])
 
     def _unpin(self, ended: Iterable[dict[Lease, None]]) -> int:
@@ -321,13 +345,6 @@ class Leases:
             blocks = ended[0].blocks if len(ended) == 1 else np.concatenate([lease.blocks for lease in ended])
             self._life.return_unpinned(self._blocks.end_lease(blocks))
         return len(ended) + unpinned
-
-
-def _add(lease: Lease, fresh: BlockIds, newly_leased_bytes: int) -> None:
-    lease.blocks = np.concatenate([lease.blocks, fresh]) if lease.blocks.size else fresh
-    lease.nbytes += newly_leased_bytes
-    lease.siblings.nbytes += newly_leased_bytes
-    lease.siblings.keys += len(fresh)
 
 
 def _ready_of(found: Sequence[FoundKeys]) -> BlockIds:

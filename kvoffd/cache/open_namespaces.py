@@ -47,7 +47,7 @@ class OpenNamespaces(dict[bytes, Namespace]):
             known.check_same(namespace.world_size, namespace.key_bytes, namespace.specs)
             return known, False
         self[namespace.fingerprint] = namespace
-        self._make_groups(namespace, self._next_number)
+        self.renumber(namespace)
         self._events.cleared(namespace)
         return namespace, True
 
@@ -69,18 +69,25 @@ class OpenNamespaces(dict[bytes, Namespace]):
         if namespace.set_shards(rank, shards) or is_new:
             self.save()
 
-    def renumber(self, namespace: Namespace) -> int:
-        """Give a namespace that is reset a new number and new groups, and retire the old ones. ``save`` afterwards.
-        Returns how many blocks it had in the index."""
-        dropped, old = 0, namespace.groups
-        self._make_groups(namespace, self._next_number)
-        for group, successor in zip(old, namespace.groups, strict=True):
-            dropped += self._life.retire(group)
-            successor.set_sizes(group.lengths, group.sizes)
-            numbers = (*group.unswept_before, group.number)
-            successor.unswept_before = [number for number in numbers if number in self._life.unswept]
-            successor.predecessors = (group, *group.predecessors)[:KNOWN_RESETS]
-            group.predecessors = ()  # else every earlier group would live as long as the namespace
+    def renumber(self, namespace: Namespace, number: int = 0) -> int:
+        """Give a namespace a number, by which records name it, and new groups: an unused number, or that of an earlier
+        daemon. Groups that it has, which is reset then, retire, and the new ones get their sizes. ``save`` afterwards.
+        Returns how many blocks the old groups had in the index."""
+        namespace.number = number or self._next_number
+        self._next_number = max(self._next_number, namespace.number + 1)
+        old, namespace.groups, dropped = namespace.groups, [], 0
+        for index in range(len(namespace.specs)):
+            group = Group(self._next_group, namespace, index)
+            self._next_group += 1
+            self._life.blocks.groups[group.number] = group
+            namespace.groups.append(group)
+        for before, group in zip(old, namespace.groups, strict=False):  # there are none before it is opened
+            dropped += self._life.retire(before)
+            group.set_sizes(before.lengths, before.sizes)
+            numbers = (*before.unswept_before, before.number)
+            group.unswept_before = [one for one in numbers if one in self._life.unswept]
+            group.predecessors = (before, *before.predecessors)[:KNOWN_RESETS]
+            before.predecessors = ()  # else every earlier group would live as long as the namespace
         return dropped
 
     def forget(self, namespace: Namespace) -> None:
@@ -110,7 +117,7 @@ class OpenNamespaces(dict[bytes, Namespace]):
                 namespace.set_shards(rank, tuple(cast(Shards, sizes)))
         namespace.generation = record.generation
         self[namespace.fingerprint] = namespace
-        self._make_groups(namespace, record.number)
+        self.renumber(namespace, record.number)
         self._set_sizes(namespace)
         return namespace.groups
 
@@ -130,14 +137,6 @@ class OpenNamespaces(dict[bytes, Namespace]):
         if len(kept) < count and not self._warned_of_no_space:
             self._warned_of_no_space = True
             logger.warning("Too many namespaces (%d) to persist: %d are lost at a restart.", count, count - len(kept))
-
-    def _make_groups(self, namespace: Namespace, number: int) -> None:
-        """Give a namespace new groups, without sizes, and the number by which records name it."""
-        namespace.number = number
-        self._next_number = max(self._next_number, number + 1)
-        first, self._next_group = self._next_group, self._next_group + len(namespace.specs)
-        namespace.groups = [Group(first + index, namespace, index) for index in range(len(namespace.specs))]
-        self._life.blocks.groups.update((group.number, group) for group in namespace.groups)
 
     def _set_sizes(self, namespace: Namespace) -> None:
         """Set the groups' sizes. Groups can have blocks once all ranks have registered."""

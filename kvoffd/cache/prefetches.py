@@ -36,7 +36,7 @@ class Prefetches:
         states = self._states_of(namespace, groups)
         ready = sum(of_group.count(READY) for of_group in states)
         tiers = self._life.tiers
-        if tiers is not None and ready < sum(map(len, states)) and self._has_place(session):
+        if tiers is not None and ready < sum(map(len, states)) and self._make_place(session):
             lease = Lease(NO_LEASE, NO_SESSION, namespace, self._clock() + self._ttl_s, NO_BLOCKS)
             self._groups[lease], self._session_of[lease] = groups, session
             self._ask(tiers, lease, states)
@@ -44,9 +44,9 @@ class Prefetches:
                 self._make_ready_newest(namespace, groups)
         return ready
 
-    def _has_place(self, session: int) -> bool:
-        """Return whether one more of a session may wait. Where all places are taken, the session with the most of them
-        loses its last one, unless this one would have as many."""
+    def _make_place(self, session: int) -> bool:
+        """Have a place for one more of a session. Where all are taken, the session with the most loses its last one,
+        unless this one would have as many. Returns whether there is one now."""
         if len(self._groups) < MAX_PREFETCHES:
             return True
         counts = Counter(self._session_of.values())
@@ -80,7 +80,7 @@ class Prefetches:
 
     def _ask(self, tiers: TierHooks, lease: Lease, states: list[bytes]) -> None:
         """Request what the pool lacks of a prefetch's keys, or end it if nothing more comes."""
-        lease.ask_again()
+        lease.forget_unanswered()
         before = lease.certain
         tiers.find(lease, self._groups[lease], states, None)
         lease.namespace.counters.prefetched_keys += max(0, lease.certain - before)

@@ -234,21 +234,21 @@ class Retentions:
         these in any case.
         """
         share = self._most_bytes // len({*self._bytes_of, wish.session})
-        left, may_take = DISPLACED_AT_ONCE, share - self._bytes_of.get(wish.session, 0) - free_bytes
-        for priority, session in sorted(self._ranked):
-            own, lower = session == wish.session, priority < wish.priority
-            if own and not lower:
+        left = DISPLACED_AT_ONCE
+        lacks = share - self._bytes_of.get(wish.session, 0) - free_bytes  # bytes that the wish's session has too few
+        for priority, session in sorted(self._ranked):  # the lowest priority first
+            is_own, is_lower = session == wish.session, priority < wish.priority
+            if is_own and not is_lower:
                 continue
-            for one in list(islice(reversed(self._ranked[priority, session].values()), left)):
+            for one in list(islice(reversed(self._ranked[priority, session].values()), left)):  # the newest first
                 if limited.retained_bytes <= others_bytes:
                     return
-                has_more = self._bytes_of[session] > share
-                if not own and not (has_more and (lower or one.nbytes <= may_take)):
+                if not is_own and (self._bytes_of[session] <= share or not (is_lower or one.nbytes <= lacks)):
                     break
                 left -= 1
                 if limited in (self, one.wish.namespace):
-                    if not own:  # what was its own leaves the session's bytes as they were
-                        may_take -= one.nbytes
+                    if not is_own:  # what was its own leaves the session's bytes as they were
+                        lacks -= one.nbytes
                     self._end(one)
 
     def put(self, wish: Wish, group: Group, blocks: BlockIds) -> None:

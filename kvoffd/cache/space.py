@@ -45,13 +45,13 @@ class Space:
             count = self._within_quota(group, count, below, older_than)
         found: list[npt.NDArray[np.uint32]] = []
         try:
-            while made < count:  # each round makes blocks, or frees slots for the next one, or ends it
+            while made < count:  # each round makes blocks, or frees slots for the next one, or is the last
                 left, wanted = keys[made * size :] if made else keys, count - made
                 slots = _NO_SLOTS
                 if self._slots.free_bytes >= group.block_bytes:
                     slots = self._life.make(group, left, wanted)
                 if not len(slots):  # free some and try again, or give the slots of other blocks to new ones at once
-                    if self._life.unswept and not has_swept:  # once for each round that makes some: sizes may not fit
+                    if self._life.unswept and not has_swept:  # not again until some were made: sizes may not fit
                         has_swept = True
                         self._sweep_for(group, wanted)
                         continue

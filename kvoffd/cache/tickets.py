@@ -46,8 +46,8 @@ class Lease:
     _loaded_tokens: dict[int, int] = field(default_factory=dict, init=False)
     """Tokens that all ranks have loaded, by group."""
 
-    def ask_again(self) -> None:
-        """Begin a lookup that asks stores again for what they have not answered."""
+    def forget_unanswered(self) -> None:
+        """Take off what stores have not answered: the lookup that begins asks them for it again, and adds it again."""
         self.coming -= self.asking
         self.asking = self.asking_bytes = 0
 

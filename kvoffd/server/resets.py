@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from kvoffd.cache.cache import Cache
+from kvoffd.cache.namespace import Namespace
 from kvoffd.errors import KvoffdError
 from kvoffd.server.handlers import ENGINE_WAIT_S, OPERATOR_WAIT_S, Pending, answers
 from kvoffd.server.known_namespaces import KnownNamespaces
@@ -45,12 +46,11 @@ class NamespaceResets:
     @answers(m.Reset)
     def reset(self, session: Session, message: m.Reset) -> m.Done | Pending:
         """Drop all blocks of a namespace that the session has open, and stop sharing it."""
-        namespace = session.namespaces[message.namespace]
-        reply = m.Done(message.request_id, self.drop(namespace.fingerprint))
+        namespace, in_memory = session.namespaces[message.namespace], ""
         if namespace.of_bench:
-            return reply
-        self._state.generations.stop_sharing(message.namespace)
-        in_memory = ""
+            return m.Done(message.request_id, self.drop(namespace.fingerprint))
+        generation = self._state.generations.stop_sharing(namespace.fingerprint)
+        reply = m.Done(message.request_id, self._remove(namespace.fingerprint, [namespace], generation))
         if self._tier_supervisor.shares:
             name = namespace.fingerprint.hex()
             _resets.warn(
@@ -138,6 +138,10 @@ class NamespaceResets:
         chosen = [one for one in self._cache.namespaces.values() if fingerprint in (None, one.fingerprint)]
         is_bench = fingerprint is not None and any(one.of_bench for one in chosen)
         generation = None if is_bench else self._state.generations.void_here(fingerprint)
+        return self._remove(fingerprint, chosen, generation)
+
+    def _remove(self, fingerprint: bytes | None, open_ones: Sequence[Namespace], generation: int | None) -> int:
+        """Remove the blocks of a namespace, or of all, that its new ``generation`` has made void. Returns how many."""
         tiering = self._tier_supervisor.tiering
         count = tiering.remove_all(fingerprint) if tiering is not None else 0
-        return count + self._cache.reset(*chosen, generation=generation)
+        return count + self._cache.reset(*open_ones, generation=generation)

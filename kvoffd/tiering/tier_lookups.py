@@ -242,7 +242,7 @@ class TierLookups:
             self._find_window(lookup, parts[-1], spec, may_grow=may_grow)
         lease.asking_bytes = min(lookup.asking_bytes, max(0, lookup.promotable_bytes))
         if lease.coming:
-            answers_s = ANSWER_S if lease.asking else 0.0  # it was asked in this call: see ``Lease.ask_again``
+            answers_s = ANSWER_S if lease.asking else 0.0  # it was asked in this call: see ``Lease.forget_unanswered``
             lease.wait_s = max(answers_s, self._promotions.wait_s(lease))
         for part in parts:
             if part.asked is not None:
@@ -349,7 +349,7 @@ class TierLookups:
 
     def _await_answers(self, lookup: CurrentLookup, part: LookupPart, *, prefix: bool) -> None:
         """Have the lookup wait for the answers about keys that a store is being asked for, until it asks again: then
-        ``Lease.ask_again`` takes off what is added here."""
+        ``Lease.forget_unanswered`` takes off what is added here."""
         count = len(part.asking)
         lookup.lease.asking += count
         lookup.lease.coming += count

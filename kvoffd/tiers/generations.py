@@ -3,7 +3,7 @@
 A namespace's **generation** is raised by each reset and clear, which make its blocks stale. Pools and disks record the
 generation in which a block was stored. A block of a lower generation is void wherever it is found: on a disk that was
 detached or read-only, in an older copy of a file, in another pool. This is the only protection against cleared blocks,
-so a reset (``NamespaceResets.drop``) is answered only when ``kvoffd.state`` is on its device.
+so a reset (``NamespaceResets``) is answered only when ``kvoffd.state`` is on its device.
 
 A generation is a time, in microseconds since 1970, above all generations seen in the state file, pools and disks. So
 one that is raised after the state file was lost is above all earlier ones. A higher one that is found in a pool or on a
@@ -118,12 +118,12 @@ class Generations:
         """Make all existing blocks of a namespace void on this node, or those of all namespaces. Returns the generation
         of later ones."""
         generation = self._next()
-        if fingerprint is not None:
-            self._set(fingerprint, generation)
-        else:
+        if fingerprint is None:
             self.resets.floor = generation
             self.resets.generations.clear()
-            self._save()
+        else:
+            self.resets.floor = self._put(self.resets.generations, fingerprint, generation, self.resets.floor)
+        self._save()
         return generation
 
     def accept(self, fingerprint: bytes, generation: int) -> bool:
@@ -136,12 +136,12 @@ class Generations:
         if generation >= MAX_GENERATION:  # one above it could not be kept
             logger.warning("A namespace's generation in a pool or on a disk is no time; its blocks there are void.")
             return False
-        if generation <= self.now():
-            self._set(fingerprint, generation)
-            return True
-        logger.warning("The clock was set back: a namespace's reset is in the future. All its blocks are void.")
-        self._set(fingerprint, self._next(generation))
-        return False
+        if not (are_valid := generation <= self.now()):
+            logger.warning("The clock was set back: a namespace's reset is in the future. All its blocks are void.")
+            generation = self._next(generation)
+        self.resets.floor = self._put(self.resets.generations, fingerprint, generation, self.resets.floor)
+        self._save()
+        return are_valid
 
     def now(self) -> int:
         """Return the time in microseconds since 1970."""
@@ -153,11 +153,6 @@ class Generations:
         if (now := self.now()) <= last:
             logger.info("The clock is behind the last reset; generations continue from that.")
         return max(now, last + 1)
-
-    def _set(self, fingerprint: bytes, generation: int) -> None:
-        resets = self.resets
-        resets.floor = self._put(resets.generations, fingerprint, generation, resets.floor)
-        self._save()
 
     def _put(self, numbers: dict[bytes, Any], fingerprint: bytes, number: int, floor: int) -> int:
         """Enter a namespace's number, as the newest, in a table: ``floor`` is the number of all namespaces without an
@@ -210,12 +205,12 @@ class Generations:
         """Note that the blocks of a namespace that was voided on all nodes are gone here, and share it again, unless an
         engine has reset it on this node since.
         """
-        generation = self.fleet(fingerprint)
+        generation, resets = self.fleet(fingerprint), self.resets
         if generation > self.unshared_at(fingerprint):
-            self.resets.unshared.pop(fingerprint, None)
-            if self.resets.unshared_floor:
-                self._set_unshared(fingerprint, 0)
-        put_newest(self.resets.followed, fingerprint, generation, MAX_NAMES, self.known.__contains__)
+            resets.unshared.pop(fingerprint, None)
+            if resets.unshared_floor:
+                resets.unshared_floor = self._put(resets.unshared, fingerprint, 0, resets.unshared_floor)
+        put_newest(resets.followed, fingerprint, generation, MAX_NAMES, self.known.__contains__)
         self.voided.discard(fingerprint)
         self._save()
 
@@ -238,22 +233,19 @@ class Generations:
         """Return the number above which a fleet generation shares the namespace again; 0 if it is shared."""
         return int(self.resets.unshared.get(fingerprint, self.resets.unshared_floor))
 
-    def stop_sharing(self, fingerprint: bytes) -> None:
-        """Stop sharing a namespace until it is voided on all nodes after now: blocks of other nodes may be stale."""
+    def stop_sharing(self, fingerprint: bytes) -> int:
+        """Void a namespace here, and stop sharing it until it is voided on all nodes after now: blocks of other nodes
+        may be as stale. Returns the generation of later blocks."""
         # Not below the clock, so that a void of all nodes that came before, and is heard of later, does not end this.
-        now = int(self._wall_clock()) + AHEAD_S
+        now, resets = int(self._wall_clock()) + AHEAD_S, self.resets
         until = max(now, self.fleet(fingerprint), self.unshared_at(fingerprint))
-        self._set_unshared(fingerprint, until)
+        resets.unshared_floor = self._put(resets.unshared, fingerprint, until, resets.unshared_floor)
+        return self.void_here(fingerprint)  # which saves both
 
     def stop_sharing_all(self) -> None:
         """Void all namespaces here, and stop sharing them: earlier voids are unknown."""
         self.resets.unshared_floor = int(self._wall_clock())
         self.void_here(None)
-
-    def _set_unshared(self, fingerprint: bytes, generation: int) -> None:
-        resets = self.resets
-        resets.unshared_floor = self._put(resets.unshared, fingerprint, generation, resets.unshared_floor)
-        self._save()
 
 
 def is_sound(generation: int, now: float) -> bool:

@@ -289,6 +289,11 @@ def check_invariants(cache: Cache) -> None:
         for namespace, one in namespaces.items()
     }
     assert all(cache.leases.by_session.values()), "a session without leases is listed"
+    nbytes_of: Counter[int] = Counter()
+    for (session, _), one in held.items():
+        nbytes_of[session] += one.nbytes
+    assert +cache.leases._bytes_of == +nbytes_of
+    assert cache.leases._bytes_of.keys() <= cache.leases.by_session.keys()
     assert cache.leases.count == len(active)
     assert all(blocks.pins[block] >= count for block, count in pins.items())
     assert {int(block): int(blocks.leases[block]) for block in np.flatnonzero(blocks.leases)} == pins

@@ -180,7 +180,7 @@ def test_the_oldest_names_are_forgotten_on_the_safe_side(monkeypatch: pytest.Mon
 def test_a_number_that_an_earlier_release_followed_blindly_can_be_raised(next_state: Next) -> None:
     """A store's false answer made it the mark of a namespace that is not shared."""
     state = next_state()
-    unshare(state, ONE, 10**18 - 2)
+    state.generations.resets.unshared[ONE] = 10**18 - 2
     unshare(state, OTHER, 6)
     assert state.file.flush(10.0)
     again = next_state()

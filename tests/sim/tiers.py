@@ -94,11 +94,10 @@ class SimTiers(TierSupervisor):
             assert isinstance(source.reads.speed, BentSpeed)
             source.reads.speed.bend = factor
 
-    def stop_sharing(self, fingerprint: bytes) -> None:
-        self._stop_sharing(fingerprint)
+    def stop_sharing(self, fingerprint: bytes) -> int:
         for tier in self._stores:
             tier.left.add(fingerprint)
-        self._check_gone(fingerprint)
+        return self._stop_sharing(fingerprint)
 
     def followed(self, fingerprint: bytes) -> None:
         self._followed(fingerprint)
@@ -137,6 +136,8 @@ class SimTiers(TierSupervisor):
             }
             self.disk.dropped(names.__contains__, before)
             return lambda: None
+        if isinstance(request, m.Reset):
+            self._check_gone(request.namespace)
         for_good = self.disk.dropped(lambda name: request.namespace in (None, name.fingerprint), before)
 
         def kept() -> None:

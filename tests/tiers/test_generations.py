@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from copy import deepcopy
 
 import pytest
 from msgspec import json
@@ -63,7 +64,7 @@ def test_each_verb_keeps_its_promise_and_restarts_lose_nothing_that_was_saved(se
             if model.fleet[one] > model.stopped[one]:
                 model.stopped[one] = 0
         elif verb == "stop_sharing":
-            table.stop_sharing(one)
+            assert table.stop_sharing(one) == table.of(one) > model.here[one]
             model.stopped[one] = max(now[0] + AHEAD_S, model.fleet[one], model.stopped[one])
         elif verb == "restart":
             table = start()
@@ -80,6 +81,15 @@ def test_each_verb_keeps_its_promise_and_restarts_lose_nothing_that_was_saved(se
             assert not table.is_valid(name, model.fleet[name] + 1)
             assert table.next_of_all(name) > max(model.fleet[name], model.stopped[name])
         assert table.voided == model.unfollowed
+
+
+def test_an_engines_reset_is_saved_as_a_whole() -> None:
+    """A daemon that is killed after one of two writes would know only the half of it."""
+    saved = list[Resets]()
+    table = Generations(save=lambda: saved.append(deepcopy(table.resets)), wall_clock=lambda: NOW)
+    generation = table.stop_sharing(NAMES[0])
+    assert [one.generations for one in saved] == [{NAMES[0]: generation}]
+    assert [one.unshared for one in saved] == [{NAMES[0]: NOW + AHEAD_S}]
 
 
 def test_a_generation_that_no_clock_has_shown_is_not_followed() -> None:

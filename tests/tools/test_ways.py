@@ -15,7 +15,7 @@ MOST = {
     "store-end": (16, 10),
     "load": (14, 10),
     "load-end": (19, 12),
-    "reset": (34, 20),
+    "reset": (31, 20),
     "disk-write": (63, 43),
     "promotion": (91, 58),
     "redis-promotion": (137, 95),
