@@ -176,15 +176,12 @@ class DiskTier(Tier):
         (slot,) = self._map.find(group, [key]).tolist()
         if slot == NO_SLOT or not self.available():
             return False
-        known = self._map.readable_by_tag[group.tag]
-        where = slot, self._map.offset(slot), known.slot_bytes, known.padded
-        self._map.pin([slot])  # until ``_read_ended``
+        where = self._map.pin_for(self._map.readable_by_tag[group.tag], slot)
         self._reads.put(SlotJob(group, key, *where, offsets, on_end, patience_s, is_awaited))
         return True
 
     def _read_ended(self, job: SlotJob, end: End) -> None:
-        # The slot was pinned, and got no other block: if it has one, that is the block that was read.
-        is_current = self._map.has_block(job.slot)
+        is_current = self._map.end_read(job.slot, is_whole=end.result is Result.DONE)
         if not is_current and end.result in (Result.DONE, Result.CORRUPT):
             end = End(Result.GONE)  # removed during the read, which may have found its header cleared
         if end.fault is DiskFault.CORRUPT and self._file.may_be_torn and self._map.was_found(job.slot):
@@ -194,10 +191,8 @@ class DiskTier(Tier):
         if is_current and end.result in (Result.GONE, Result.CORRUPT, Result.FAILED):  # it would fail again
             self._clearing.free([job.slot])
         if end.result is Result.DONE:
-            self._map.mark_read(job.slot)
             self.counters.read_blocks += 1
             self.counters.read_bytes += job.nbytes
-        self._map.unpin([job.slot])
         job.on_end(end.result, end.block)
 
     # --- writing ---------------------------------------------------------------------------------
@@ -218,8 +213,7 @@ class DiskTier(Tier):
         assert all(block.checksums), "without checksums, a damaged block could not be detected"
         if not known.number:  # only now that there is a slot, since blocks of another geometry go
             self._add_group(known)
-        where = slot, self._map.offset(slot), known.slot_bytes, known.padded
-        self._map.pin([slot])  # until ``_write_ended``
+        where = self._map.pin_for(known, slot)
         self._writing[group.tag, key] = job = SlotJob(group, key, *where, offsets, on_end, block=block)
         self._writes.put(job)
         return True
@@ -305,7 +299,7 @@ class DiskTier(Tier):
             self._listener.blocks_stored(self, job.group, [job.key])
         else:
             self._clearing.clear_slots([job.slot])
-        self._map.unpin([job.slot])
+            self._map.unpin([job.slot])
         job.on_end(Result.GONE if result is Result.DONE and was_removed else result)
 
     # --- removing --------------------------------------------------------------------------------
