@@ -217,16 +217,15 @@ class Ask(Question):
         group, store, fingerprint = self.group, asker.store, self.group.fingerprint
         ours = asked = asker.tier.generations.fleet(fingerprint)
         theirs, found = store.ask(stored_group(group, ours), keys, deadline, prefix=self.prefix)
-        if checked(theirs, fingerprint) > ours:
-            asked = theirs
+        if theirs > ours:
+            asked = checked(theirs, fingerprint)
             theirs, found = store.ask(stored_group(group, asked), keys, deadline, prefix=self.prefix)
-            checked(theirs, fingerprint)
         elif theirs < ours:
             asker.give_back(fingerprint, theirs, ours, deadline)
         if len(found) != len(keys):
             raise StoreError(StoreFault.PROTOCOL, f"{len(keys)} keys were requested, but {len(found)} answered.")
         if theirs > asked:  # a clear between the two questions
-            return theirs, [False] * len(keys)
+            return checked(theirs, fingerprint), [False] * len(keys)
         return asked, found
 
     def end(self, answer: Answer | Exception | None) -> None:

@@ -202,7 +202,7 @@ class DiskTier(Tier):
         if not self.wants(group, [key])[0]:
             return False
         known = self._map.known(group) or KnownGroup(group)
-        if not self._fits(known, key):
+        if not known.number and not self._fits(known):  # a group with a number has blocks here
             self._report_too_large(group)
             return False
         most = 1 if self.refuses_writes() else self._options.most_writes  # one tries whether it still fails
@@ -219,7 +219,7 @@ class DiskTier(Tier):
         return True
 
     def takes(self, group: BlockGroup, key: bytes) -> bool:
-        return self._fits(KnownGroup(group), key)
+        return self._fits(KnownGroup(group))
 
     def _add_group(self, known: KnownGroup) -> None:
         """Add a new group. It replaces one of another geometry, whose blocks are removed."""
@@ -229,12 +229,11 @@ class DiskTier(Tier):
             self.remove(before.group, [*self._map.keys_of(before), *written])
         self._map.add_group(known)
 
-    def _fits(self, known: KnownGroup, key: bytes) -> bool:
-        """Return whether the tier can have blocks of this size."""
-        group = known.group
+    def _fits(self, known: KnownGroup) -> bool:
+        """Return whether the tier can have blocks of this group, with keys of any length."""
         fits = MIN_SLOT_BYTES <= known.slot_bytes <= self._map.slots.region_bytes
-        fits = fits and group.nbytes < 1 << 32  # its record has 4 bytes for this number
-        return fits and 0 < len(key) <= MAX_KEY_BYTES and fits_header(group, len(key))
+        fits = fits and known.group.nbytes < 1 << 32  # its record has 4 bytes for this number
+        return fits and fits_header(known.group, MAX_KEY_BYTES)
 
     def _report_too_large(self, group: BlockGroup) -> None:
         """Report a block that does not fit, once: there will be many."""
