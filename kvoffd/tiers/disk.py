@@ -23,7 +23,18 @@ from kvoffd.tiers.disk_file import HOUR_S, DiskFile
 from kvoffd.tiers.disk_io import BlockWriter, End, Reads, SlotJob
 from kvoffd.tiers.disk_map import NO_SLOT, DiskMap, KnownGroup
 from kvoffd.tiers.header import Block, BlockGroup, fits_header
-from kvoffd.tiers.tier import ABSENT, PRESENT, Found, ReadEnd, Result, Tier, TierListener, TierStats, WriteEnd
+from kvoffd.tiers.tier import (
+    ABSENT,
+    FULL_PART,
+    PRESENT,
+    Found,
+    ReadEnd,
+    Result,
+    Tier,
+    TierListener,
+    TierStats,
+    WriteEnd,
+)
 from kvoffd_proto.stats import DiskFault
 from kvoffd_proto.units import format_size
 
@@ -39,9 +50,6 @@ _MIN_PAUSE_S, _MAX_PAUSE_S = 1.0, 60.0
 """Pause after a failed write, doubled up to the latter."""
 _PUT_ASIDE_DIVISOR = 100
 """A slot to which a write failed stays unused for good, if the tier has this many blocks for each such slot."""
-FULL_PART = 15 / 16
-"""The tier counts as full from this part of the bytes held at the last eviction: with regions of several sizes, some
-never fill up."""
 
 
 class DiskOptions(NamedTuple):
@@ -106,7 +114,8 @@ class DiskTier(Tier):
         """Writes that have not ended, by tag and key. If a block is removed while it is written, its write leaves this
         table: at its end nothing is entered into the index."""
         self._used_when_full = 0
-        """Bytes of the used slots at the last eviction: see ``FULL_PART``."""
+        """Bytes of the used slots at the last eviction: with regions of several slot sizes, some never fill up, and what
+        the disk can hold is known by this alone."""
         self._pause_s = 0.0
         """Pause after the last write, which failed; 0 if it did not."""
         self._write_at = -inf

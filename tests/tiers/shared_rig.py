@@ -123,7 +123,8 @@ class SharedRig:
         shards = [Random(100 * number + rank).randbytes(length) for rank, length in enumerate(lengths)]
         sums = tuple(digest(memoryview(shard)) for shard in shards)
         SHARDS[sums] = shards
-        return Block(make_block_group(fingerprint, 0, group, tuple(lengths)), key_of(number), (first,) * len(lengths), sums)
+        block_group = make_block_group(fingerprint, 0, group, tuple(lengths))
+        return Block(block_group, key_of(number), (first,) * len(lengths), sums)
 
     def write(self, block: Block) -> Result | None:
         """Put a block into the first slots and write it, and wait for the end; None where it is not taken."""

@@ -13,6 +13,7 @@ from kvoffd.system.threads import Workers
 from kvoffd.tiers import answers as module
 from kvoffd.tiers.answers import HIDDEN_S, NO_S, YES_S, Answer, Ask
 from kvoffd.tiers.asking_thread import AskingThread
+from kvoffd.tiers.block_threads import ObjectReadEnd
 from kvoffd.tiers.fleet_clears import Raise
 from kvoffd.tiers.header import HEADER_BYTES, Block, BlockGroup, encode_header, make_block_group
 from kvoffd.tiers.shared import SharedTier as Tier
@@ -260,7 +261,7 @@ def test_wrong_bytes_that_come_after_a_clear_cost_no_block_that_was_stored_since
     rig.answer(True)
     assert rig.tier.read(GROUP, KEY, [0], 1e9, lambda *_: None)
     rig.tier.generations.hear(GROUP.fingerprint, 5)
-    rig.tier._reading.end((Result.CORRUPT, None))
+    rig.tier._reading.end(ObjectReadEnd(Result.CORRUPT))
     (removal,) = rig.tier._writing._waiting
     assert removal.stored.generation == 0
 
