@@ -114,8 +114,8 @@ class DiskTier(Tier):
         """Writes that have not ended, by tag and key. If a block is removed while it is written, its write leaves this
         table: at its end nothing is entered into the index."""
         self._used_when_full = 0
-        """Bytes of the used slots at the last eviction: with regions of several slot sizes, some never fill up, and what
-        the disk can hold is known by this alone."""
+        """Bytes of the used slots at the last eviction, which is what the disk can hold: with regions of several slot
+        sizes, some never fill up."""
         self._pause_s = 0.0
         """Pause after the last write, which failed; 0 if it did not."""
         self._write_at = -inf
