@@ -94,7 +94,7 @@ def failed_end(file: DiskFile, job: SlotJob, verb: str, error: OSError) -> End:
 
 
 class BlockRead(NamedTuple):
-    """What a thread is to read. A part is the header, or a shard with its padding.
+    """Block that a thread is to read. A part is the header, or a shard with its padding.
 
     Attributes:
         number: number among the running reads.
@@ -110,7 +110,7 @@ class BlockRead(NamedTuple):
 
 
 class EndedRead(NamedTuple):
-    """What a thread has read.
+    """Result of a ``BlockRead``.
 
     Attributes:
         found: bytes read, or the negative errno.

@@ -92,7 +92,7 @@ class _LastWrite(NamedTuple):
 
 
 class PinnedSlot(NamedTuple):
-    """Where a block is read or written, while its slot is pinned for that.
+    """A slot that is pinned for a block's read or write.
 
     Attributes:
         offset: of the slot's header in the file.
