@@ -167,7 +167,7 @@ def test_a_block_whose_read_failed_is_absent_as_long_as_its_store_says(
     ends: list[Result] = []
     assert rig.tier.read(GROUP, KEY, [0], 1e9, lambda result, _: ends.append(result))
     for _ in range(2):  # a failed read is tried once more
-        rig.tier._reading.end((result, None))
+        rig.tier._reading.end(ObjectReadEnd(result))
     assert ends == [result]
     rig.clock.now += seconds - 0.01
     assert rig.find() == [ABSENT]
