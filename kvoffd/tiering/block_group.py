@@ -8,4 +8,5 @@ from kvoffd.tiers.header import BlockGroup, make_block_group
 
 def block_group_of(group: Group) -> BlockGroup:
     """Return the tiers' identity of a group now. It has no lengths until all ranks have registered."""
-    return make_block_group(group.namespace.fingerprint, group.namespace.generation, group.index, group.lengths)
+    namespace = group.namespace
+    return make_block_group(namespace.fingerprint, namespace.generation, group.index, tuple(group.lengths))

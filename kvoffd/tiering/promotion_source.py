@@ -33,8 +33,8 @@ MAX_BEGUN = 64
 """Limit of the blocks begun by one call of ``pump``. Their slots are allocated together, so that neighbours in the
 queue are neighbours in the pool."""
 BEGUN_PER_END = 16
-"""The same for the end of a read, which begins others only if at most half of the bytes that may be under way are:
-evicting for a few blocks takes as long as for many."""
+"""The same for the end of a read, which begins others only if as many more as are under way may be: evicting for a few
+blocks takes as long as for many."""
 MAX_LOOKED_AT = 4096
 """Limit of the queues that one call of ``pump`` looks at."""
 MAX_WITHOUT_SPACE = 256
@@ -297,7 +297,7 @@ class PromotionSource:
             if not was_given_up:  # else _give_up_overdue has counted it
                 self._promotions.count(queue, under_way=-1)
             self._end_read(fill, ticket, result, block)
-        if 2 * self.reads.under_way_bytes <= self.reads.most_under_way_bytes(queue.group.block_bytes):
+        if self.reads.free_blocks(queue.group.block_bytes) >= len(self.reads.under_way):
             self.pump(BEGUN_PER_END)
 
     def _end_read(self, fill: Fill, ticket: FillTicket, result: Result, block: Block | None) -> None:
@@ -365,15 +365,12 @@ class SourceReads:
 
     def free_blocks(self, block_bytes: int) -> int:
         """Return how many further blocks of this size may be read now: at least one if no other read has slots."""
-        given_up_beyond = max(0, self.given_up_bytes - self.most_bytes)  # what they use of the others' bytes
-        free_bytes = self.most_under_way_bytes(block_bytes) - self.under_way_bytes - given_up_beyond
-        return max(free_bytes // block_bytes, 0 if self.under_way or self.given_up else 1)
-
-    def most_under_way_bytes(self, block_bytes: int) -> int:
-        """Return the pool bytes that reads under way may use at once, at the measured speed."""
         speed = self.speed.measured
         ahead_bytes = int(AHEAD_S * speed) if speed else UNMEASURED_BYTES
-        return min(self.most_bytes, max(ahead_bytes, AHEAD_BLOCKS * block_bytes))
+        most_bytes = min(self.most_bytes, max(ahead_bytes, AHEAD_BLOCKS * block_bytes))
+        given_up_beyond = max(0, self.given_up_bytes - self.most_bytes)  # what they use of the others' bytes
+        free_blocks = (most_bytes - self.under_way_bytes - given_up_beyond) // block_bytes
+        return max(free_blocks, 0 if self.under_way or self.given_up else 1)
 
     def begin(self, fill: Fill, ticket: FillTicket, on_end: ReadEnd) -> bool:
         """Begin a read into the slots of a ticket; return False if the tier does not accept it now."""

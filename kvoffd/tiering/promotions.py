@@ -418,7 +418,7 @@ class Promotions:
             return True
         lease, patience_s = queue.of_lookup.lease, queue.source.patience_s
         waited_s = self._clock() - queue.blocked.since if queue.blocked else 0.0
-        asked_bytes = lease.asking_bytes if lease.active and waited_s < patience_s else 0
+        asked_bytes = lease.asking_bytes if waited_s < patience_s else 0
         wanted_bytes = sum([one.queued_bytes for one in together]) + asked_bytes
         if wanted_bytes > leasable_bytes and not asked_bytes:
             read_s = max(one.queued_bytes / (one.source.reads.speed.current or inf) for one in together)
@@ -502,6 +502,7 @@ class Promotions:
     def lease_ended(self, lease: Lease) -> None:
         """Stop what was to come up for this lease alone, and have what has come up get its place in the order of
         eviction: see ``TierHooks``."""
+        lease.asking_bytes = 0  # it never looks up what a store is being asked for, which needs no space: see ``_fits``
         if (fills := self.fills_of_lease.pop(lease, None)) is None:
             return  # as most: thousands may end in one turn of the loop
         settled, queued = list[tuple[bytes, Fill]](), list[Fill]()

@@ -12,8 +12,10 @@ WORTH = 0.99
 """Share of the best hit count: of the settings that give at least this, the one with the fewest writes is used."""
 SAMPLE, RENEWED_SHARE = 2048, 1 / 16
 """Number of the latest blocks on which the choice is based, and the part of them after which it is made again."""
-WATCHED = 4
-"""A chance of reuse within x bytes is believed once WATCHED * x bytes were requested."""
+RELIABLE_AFTER = 4
+"""A chance of reuse within x bytes is reliable once RELIABLE_AFTER * x bytes were requested."""
+RECENT_TIERS = 4
+"""Recently requested bytes are halved, with what was offered since, once they are this many times the tier's."""
 
 
 class Selection:
@@ -39,7 +41,7 @@ class Selection:
     def record_traffic(self, accessed_bytes: int, tier_bytes: int) -> None:
         """Record the bytes requested since the last call."""
         self._accessed += accessed_bytes
-        if self._accessed > WATCHED * tier_bytes:
+        if self._accessed > RECENT_TIERS * tier_bytes:
             self._accessed, self._offered = self._accessed / 2, self._offered / 2
 
     def record_present(self, nbytes: int) -> None:
@@ -52,20 +54,20 @@ class Selection:
         if_all_written = tier_bytes * max(1.0, self._accessed / max(1.0, self._offered))
         return [int(if_all_written * stay) for stay in STAYS]
 
-    def record(self, chances: npt.NDArray[np.float64], nbytes: int, believed: int) -> None:
+    def record(self, chances: npt.NDArray[np.float64], nbytes: int, reliable: int) -> None:
         """Record blocks of this size that are next to be evicted: their chances of reuse within each of ``lifetimes``,
-        of which the first ``believed`` are reliable."""
+        of which the first ones are reliable, ``reliable`` in number."""
         self._offered += nbytes * len(chances)
         self._chances = np.concatenate([self._chances, chances])[-SAMPLE:]
         self._new_chances += len(chances)
         if self._new_chances >= RENEWED_SHARE * len(self._chances):
-            self._choose(max(1, believed))
+            self._choose(max(1, reliable))
 
-    def _choose(self, believed: int) -> None:
+    def _choose(self, reliable: int) -> None:
         """Choose the stay, and the least chance: that of the last block that fits if each stays that long."""
         self._new_chances = 0
-        likeliest_first = np.sort(self._chances[:, :believed], axis=0)[::-1]  # in each column
-        fitting = [max(1, int(len(likeliest_first) / stay)) for stay in STAYS[:believed]]  # number of blocks
+        likeliest_first = np.sort(self._chances[:, :reliable], axis=0)[::-1]  # in each column
+        fitting = [max(1, int(len(likeliest_first) / stay)) for stay in STAYS[:reliable]]  # number of blocks
         hits = [float(likeliest_first[:count, at].sum()) for at, count in enumerate(fitting)]
         self._stay_index = max(at for at, expected in enumerate(hits) if expected >= WORTH * max(hits))
         chances = likeliest_first[:, self._stay_index]

@@ -19,7 +19,7 @@ from kvoffd.cache.namespace import Group
 from kvoffd.cache.states import CORRUPT, READY
 from kvoffd.tiering import TieringSettings, WriteMode
 from kvoffd.tiering.block_group import block_group_of
-from kvoffd.tiering.selection import WATCHED, Selection
+from kvoffd.tiering.selection import RELIABLE_AFTER, Selection
 from kvoffd.tiering.write_budget import Spent, WriteBudget
 from kvoffd.tiers.header import Block
 from kvoffd.tiers.tier import Result, Tier
@@ -286,8 +286,8 @@ class Writer:
             for block, sequence in zip(blocks.tolist(), sequences.tolist(), strict=True)
         ]
         # Lifetimes are ascending: the first ones are short enough for their chances to have been observed.
-        believed = sum(WATCHED * one <= policy.accessed_bytes for one in lifetimes)
-        self._selection.record(by_lifetime[~np.array(was_judged)], sum(group.lengths), believed)
+        reliable = sum(RELIABLE_AFTER * one <= policy.accessed_bytes for one in lifetimes)
+        self._selection.record(by_lifetime[~np.array(was_judged)], sum(group.lengths), reliable)
         chances, least = self._selection.deciding(by_lifetime)
         # The emptier the budget, the likelier a block must be, so that the day's bytes go to the likeliest.
         rejected = chances < max(least, 1 - self.budget.left_share)

@@ -95,9 +95,9 @@ class Answers:
         elif (gap := states.find(ABSENT)) >= 0:  # keys behind a gap are useless
             end = gap
         unknown = list(compress(range(first, end), states[first:end].translate(_IS_UNKNOWN)))
-        # Three quarters of what is free and the namespace has itself, less what it has: others find a quarter free.
-        own = self.asked_of[group.fingerprint]
-        most = max(0, 3 * (MAX_ASKED - self.asked_keys + own) // 4 - own)
+        # A namespace gets three quarters of the places that are free or its own: others always find a quarter of them.
+        own, free = self.asked_of[group.fingerprint], MAX_ASKED - self.asked_keys
+        most = max(0, 3 * (free + own) // 4 - own)
         if places := unknown[:most]:
             span = slice(places[0], places[-1] + 1)  # all that are unknown in it are asked for
             states[span] = states[span].replace(bytes([UNKNOWN]), bytes([ASKED]))
@@ -217,16 +217,15 @@ class Ask(Question):
         group, store, fingerprint = self.group, asker.store, self.group.fingerprint
         ours = asked = asker.tier.generations.fleet(fingerprint)
         theirs, found = store.ask(stored_group(group, ours), keys, deadline, prefix=self.prefix)
-        if checked(theirs, fingerprint) > ours:
-            asked = theirs
+        if theirs > ours:
+            asked = checked(theirs, fingerprint)
             theirs, found = store.ask(stored_group(group, asked), keys, deadline, prefix=self.prefix)
-            checked(theirs, fingerprint)
         elif theirs < ours:
             asker.give_back(fingerprint, theirs, ours, deadline)
         if len(found) != len(keys):
             raise StoreError(StoreFault.PROTOCOL, f"{len(keys)} keys were requested, but {len(found)} answered.")
         if theirs > asked:  # a clear between the two questions
-            return theirs, [False] * len(keys)
+            return checked(theirs, fingerprint), [False] * len(keys)
         return asked, found
 
     def end(self, answer: Answer | Exception | None) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import repeat, takewhile
-from typing import TYPE_CHECKING, TypeAlias, cast
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias, cast
 
 from kvoffd.pool.checksums import digest
 from kvoffd.tiers.breaker import Work
@@ -32,8 +32,6 @@ class ObjectRead:
         stored: the group as in the store, with the fleet generation.
         is_awaited: see ``Tier.read``.
         retried: whether this is a retry after a lost connection.
-        overloaded: whether the store answered that it is overloaded, which the thread notes before the read ends. Then
-            there is no retry, and nothing is wrong with the block.
     """
 
     group: BlockGroup
@@ -44,6 +42,19 @@ class ObjectRead:
     on_end: ReadEnd
     is_awaited: Callable[[], bool]
     retried: bool = False
+
+
+class ObjectReadEnd(NamedTuple):
+    """End of an ``ObjectRead``.
+
+    Attributes:
+        block: as in the store; None unless it is DONE.
+        overloaded: whether it FAILED since the store answered that it is overloaded. Then there is no retry, and
+            nothing is wrong with the block.
+    """
+
+    result: Result
+    block: Block | None = None
     overloaded: bool = False
 
 
@@ -112,22 +123,22 @@ class StoreThread:
 class BlockThread(StoreThread):
     """Reads, writes and removes blocks."""
 
-    def reads(self, batch: list[ObjectRead]) -> Iterator[tuple[Result, Block | None]]:
+    def reads(self, batch: list[ObjectRead]) -> Iterator[ObjectReadEnd]:
         """Yield the results of a batch, in order. What follows a read that failed is tried again."""
         unfinished = deque(batch)
         while unfinished:
             if self.tier.closed or self.breaker.open:
                 unfinished.popleft()
-                yield Result.CANCELLED if self.tier.closed else Result.FAILED, None
+                yield ObjectReadEnd(Result.CANCELLED if self.tier.closed else Result.FAILED)
                 continue
             for end in self._read(list(unfinished)):  # at least one
                 unfinished.popleft()
                 yield end
 
-    def _read(self, unfinished: Sequence[ObjectRead]) -> Iterator[tuple[Result, Block | None]]:
+    def _read(self, unfinished: Sequence[ObjectRead]) -> Iterator[ObjectReadEnd]:
         """Yield the results of the first reads, up to one that is not awaited, or fails."""
         if not (reads := list(takewhile(lambda read: read.is_awaited(), unfinished))):
-            yield Result.UNWANTED, None
+            yield ObjectReadEnd(Result.UNWANTED)
             return
         requests = [GetRequest(read.stored, read.key, read.views) for read in reads]
         patience_s, came_at = min(read.patience_s for read in reads), self.clock()
@@ -138,23 +149,22 @@ class BlockThread(StoreThread):
             for read, received in zip(reads, found, strict=True):
                 if isinstance(received, StoreError):  # this one alone: the bucket is overloaded, or the server busy
                     overloaded += 1
-                    read.overloaded = True
                     self.report(received)
-                    yield Result.FAILED, None
+                    yield ObjectReadEnd(Result.FAILED, overloaded=True)
                     continue
                 served += 1
                 self.breaker.succeeded("read")
                 came_at = self.clock()
                 if received is None:
-                    yield Result.GONE, None
+                    yield ObjectReadEnd(Result.GONE)
                     continue
                 block = _verified(read, received)
                 if block is None:
                     # It may answer another request, and so may all that follows on the connection.
                     self.store.close()
-                    yield Result.CORRUPT, None
+                    yield ObjectReadEnd(Result.CORRUPT)
                     return
-                yield Result.DONE, block
+                yield ObjectReadEnd(Result.DONE, block)
             if overloaded and not served:  # all of it is overloaded: one failure for the batch
                 self.breaker.failed("read")
         except Exception as error:
@@ -162,7 +172,7 @@ class BlockThread(StoreThread):
             # A connection that stalled for part of the patience is lost; another may serve in time.
             late = isinstance(error, StoreError) and error.kind is StoreFault.TIMEOUT
             late = late and self.clock() - came_at >= LATE_SHARE * patience_s
-            yield Result.DEADLINE if late else Result.FAILED, None
+            yield ObjectReadEnd(Result.DEADLINE if late else Result.FAILED)
 
     def writes(self, batch: list[ObjectWrite | Removal]) -> list[Result]:
         """Return the results of a batch, which ``take_batch`` made: writes, or one removal."""

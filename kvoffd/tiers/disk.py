@@ -23,7 +23,18 @@ from kvoffd.tiers.disk_file import HOUR_S, DiskFile
 from kvoffd.tiers.disk_io import BlockWriter, End, Reads, SlotJob
 from kvoffd.tiers.disk_map import NO_SLOT, DiskMap, KnownGroup
 from kvoffd.tiers.header import Block, BlockGroup, fits_header
-from kvoffd.tiers.tier import ABSENT, PRESENT, Found, ReadEnd, Result, Tier, TierListener, TierStats, WriteEnd
+from kvoffd.tiers.tier import (
+    ABSENT,
+    FULL_PART,
+    PRESENT,
+    Found,
+    ReadEnd,
+    Result,
+    Tier,
+    TierListener,
+    TierStats,
+    WriteEnd,
+)
 from kvoffd_proto.stats import DiskFault
 from kvoffd_proto.units import format_size
 
@@ -39,9 +50,6 @@ _MIN_PAUSE_S, _MAX_PAUSE_S = 1.0, 60.0
 """Pause after a failed write, doubled up to the latter."""
 _PUT_ASIDE_DIVISOR = 100
 """A slot to which a write failed stays unused for good, if the tier has this many blocks for each such slot."""
-FULL_PART = 15 / 16
-"""The tier counts as full from this part of the bytes held at the last eviction: with regions of several sizes, some
-never fill up."""
 
 
 class DiskOptions(NamedTuple):
@@ -106,7 +114,8 @@ class DiskTier(Tier):
         """Writes that have not ended, by tag and key. If a block is removed while it is written, its write leaves this
         table: at its end nothing is entered into the index."""
         self._used_when_full = 0
-        """Bytes of the used slots at the last eviction: see ``FULL_PART``."""
+        """Bytes of the used slots at the last eviction, which is what the disk can hold: with regions of several slot
+        sizes, some never fill up."""
         self._pause_s = 0.0
         """Pause after the last write, which failed; 0 if it did not."""
         self._write_at = -inf
@@ -176,15 +185,12 @@ class DiskTier(Tier):
         (slot,) = self._map.find(group, [key]).tolist()
         if slot == NO_SLOT or not self.available():
             return False
-        known = self._map.readable_by_tag[group.tag]
-        where = slot, self._map.offset(slot), known.slot_bytes, known.padded
-        self._map.pin([slot])  # until ``_read_ended``
+        where = self._map.pin_for(self._map.readable_by_tag[group.tag], slot)
         self._reads.put(SlotJob(group, key, *where, offsets, on_end, patience_s, is_awaited))
         return True
 
     def _read_ended(self, job: SlotJob, end: End) -> None:
-        # The slot was pinned, and got no other block: if it has one, that is the block that was read.
-        is_current = self._map.has_block(job.slot)
+        is_current = self._map.end_read(job.slot, is_whole=end.result is Result.DONE)
         if not is_current and end.result in (Result.DONE, Result.CORRUPT):
             end = End(Result.GONE)  # removed during the read, which may have found its header cleared
         if end.fault is DiskFault.CORRUPT and self._file.may_be_torn and self._map.was_found(job.slot):
@@ -194,10 +200,8 @@ class DiskTier(Tier):
         if is_current and end.result in (Result.GONE, Result.CORRUPT, Result.FAILED):  # it would fail again
             self._clearing.free([job.slot])
         if end.result is Result.DONE:
-            self._map.mark_read(job.slot)
             self.counters.read_blocks += 1
             self.counters.read_bytes += job.nbytes
-        self._map.unpin([job.slot])
         job.on_end(end.result, end.block)
 
     # --- writing ---------------------------------------------------------------------------------
@@ -207,7 +211,7 @@ class DiskTier(Tier):
         if not self.wants(group, [key])[0]:
             return False
         known = self._map.known(group) or KnownGroup(group)
-        if not self._fits(known, key):
+        if not known.number and not self._fits(known):  # a group with a number has blocks here
             self._report_too_large(group)
             return False
         most = 1 if self.refuses_writes() else self._options.most_writes  # one tries whether it still fails
@@ -218,14 +222,13 @@ class DiskTier(Tier):
         assert all(block.checksums), "without checksums, a damaged block could not be detected"
         if not known.number:  # only now that there is a slot, since blocks of another geometry go
             self._add_group(known)
-        where = slot, self._map.offset(slot), known.slot_bytes, known.padded
-        self._map.pin([slot])  # until ``_write_ended``
+        where = self._map.pin_for(known, slot)
         self._writing[group.tag, key] = job = SlotJob(group, key, *where, offsets, on_end, block=block)
         self._writes.put(job)
         return True
 
     def takes(self, group: BlockGroup, key: bytes) -> bool:
-        return self._fits(KnownGroup(group), key)
+        return self._fits(KnownGroup(group))
 
     def _add_group(self, known: KnownGroup) -> None:
         """Add a new group. It replaces one of another geometry, whose blocks are removed."""
@@ -235,12 +238,11 @@ class DiskTier(Tier):
             self.remove(before.group, [*self._map.keys_of(before), *written])
         self._map.add_group(known)
 
-    def _fits(self, known: KnownGroup, key: bytes) -> bool:
-        """Return whether the tier can have blocks of this size."""
-        group = known.group
+    def _fits(self, known: KnownGroup) -> bool:
+        """Return whether the tier can have blocks of this group, with keys of any length."""
         fits = MIN_SLOT_BYTES <= known.slot_bytes <= self._map.slots.region_bytes
-        fits = fits and group.nbytes < 1 << 32  # its record has 4 bytes for this number
-        return fits and 0 < len(key) <= MAX_KEY_BYTES and fits_header(group, len(key))
+        fits = fits and known.group.nbytes < 1 << 32  # its record has 4 bytes for this number
+        return fits and fits_header(known.group, MAX_KEY_BYTES)
 
     def _report_too_large(self, group: BlockGroup) -> None:
         """Report a block that does not fit, once: there will be many."""
@@ -305,7 +307,7 @@ class DiskTier(Tier):
             self._listener.blocks_stored(self, job.group, [job.key])
         else:
             self._clearing.clear_slots([job.slot])
-        self._map.unpin([job.slot])
+            self._map.unpin([job.slot])
         job.on_end(Result.GONE if result is Result.DONE and was_removed else result)
 
     # --- removing --------------------------------------------------------------------------------

@@ -93,54 +93,33 @@ def failed_end(file: DiskFile, job: SlotJob, verb: str, error: OSError) -> End:
     return End(Result.FAILED, None, kind, f"The disk tier could not {verb} {what} of {file.path}: {why}.")
 
 
-class BlockRead:
-    """``struct block_read`` of disk_reads.c, which has its address: 64-bit words. A part is the header, or a shard with
-    its padding.
+class BlockRead(NamedTuple):
+    """Block that a thread is to read. A part is the header, or a shard with its padding.
 
-    | words             | what                                                        |
-    |-------------------|-------------------------------------------------------------|
-    | 0, 1              | number among the running reads; offset in the file          |
-    | ``_FOUND``        | the result: ``found``                                       |
-    | 3                 | number of parts                                             |
-    | from ``_HEAD`` on | for each part its address and bytes; then for each part the |
-    |                   | bytes to checksum; then for each part the checksum          |
+    Attributes:
+        number: number among the running reads.
+        offset: offset in the file.
+        parts: address and bytes of each part.
+        summed: bytes of each part to checksum.
     """
 
-    __slots__ = ("_parts", "number", "offset", "words")
-    _FOUND, _HEAD = 2, 4
+    number: int
+    offset: int
+    parts: Sequence[tuple[int, int]]
+    summed: Sequence[int]
 
-    def __init__(self, number: int, offset: int, parts: Sequence[int], summed: Sequence[int]) -> None:
-        self.number, self.offset, self._parts = number, offset, len(summed)
-        self.words = array("Q", [number, offset, 0, len(summed), *parts, *summed, *[0] * len(summed)])
 
-    @property
-    def found(self) -> int:
-        """Bytes read, or the negative errno."""
-        return ctypes.c_int64(self.words[self._FOUND]).value
+class EndedRead(NamedTuple):
+    """Result of a ``BlockRead``.
 
-    @found.setter
-    def found(self, nbytes: int) -> None:
-        self.words[self._FOUND] = nbytes % 2**64
+    Attributes:
+        found: bytes read, or the negative errno.
+        checksums: checksum of each part; meaningless unless all of it was read.
+    """
 
-    @property
-    def parts(self) -> list[tuple[int, int]]:
-        """Address and bytes of each part."""
-        words = self.words[self._HEAD : self._HEAD + 2 * self._parts].tolist()
-        return list(zip(words[::2], words[1::2], strict=True))
-
-    @property
-    def summed(self) -> Sequence[int]:
-        """Bytes of each part to checksum."""
-        return self.words[self._HEAD + 2 * self._parts :][: self._parts]
-
-    @property
-    def checksums(self) -> Sequence[int]:
-        """Checksum of each part."""
-        return self.words[self._HEAD + 3 * self._parts :]
-
-    @checksums.setter
-    def checksums(self, sums: Sequence[int]) -> None:
-        self.words[self._HEAD + 3 * self._parts :] = array("Q", sums)
+    number: int
+    found: int
+    checksums: Sequence[int]
 
 
 class Reads:
@@ -172,8 +151,10 @@ class Reads:
         self._name, self._file, self._pool = name, file, pool
         self._on_end, self._post, self._clock = on_end, post, clock
         self._waiting: deque[SlotJob] = deque()
-        self._reading: dict[int, tuple[SlotJob, BlockRead]] = {}
+        self._reading: dict[int, SlotJob] = {}
         """Running reads by number."""
+        self._words: dict[int, array[int]] = {}
+        """``struct block_read`` of each, of which C has the address until the read is taken."""
         self._nbytes = 0
         """Bytes of the running reads."""
         self._free = list(range(most))
@@ -216,40 +197,47 @@ class Reads:
                 return
             if self._reading and self._nbytes + self._waiting[0].nbytes > MAX_READ_BYTES:
                 return
-            job, number, parts = self._waiting.popleft(), self._free.pop(), list[int]()
-            for at, nbytes in zip(job.pool_offsets, job.padded, strict=True):
-                parts += self._pool_at + at, nbytes
-            header = self._headers_at + number * HEADER_BYTES, HEADER_BYTES
-            summed = 0, *job.group.lengths  # the header's checksum is not needed
-            read = BlockRead(number, job.offset, (*header, *parts), summed)
+            job, number = self._waiting.popleft(), self._free.pop()
+            parts = [(self._headers_at + number * HEADER_BYTES, HEADER_BYTES)]
+            parts += [(self._pool_at + at, nbytes) for at, nbytes in zip(job.pool_offsets, job.padded, strict=True)]
             if not self._reading:
                 self._progress_at = self._clock()
-            self._reading[number] = job, read
+            self._reading[number] = job
             self._nbytes += job.nbytes
-            self._add(read)
+            # The header's checksum is not needed.
+            self._add(BlockRead(number, job.offset, parts, (0, *job.group.lengths)))
 
     def _add(self, read: BlockRead) -> None:
-        """Have the thread read. ``read.words`` must stay: ``_reading`` has it until then."""
-        self._native.reader_add(self._reader, read.words.buffer_info()[0])
+        """Have a thread read. Words of ``struct block_read``: number, offset, the result, the number of parts, and then
+        for each part its address and bytes, for each the bytes to checksum, and for each the checksum."""
+        parts, no_sums = [word for part in read.parts for word in part], [0] * len(read.parts)
+        words = array("Q", [read.number, read.offset, 0, len(read.parts), *parts, *read.summed, *no_sums])
+        self._words[read.number] = words
+        self._native.reader_add(self._reader, words.buffer_info()[0])
 
-    def _take_ended(self) -> Sequence[int]:
-        """Return the numbers of some reads that have ended."""
+    def _take_ended(self) -> Sequence[EndedRead]:
+        """Return some reads that have ended."""
         numbers = array("Q", bytes(8 * ENDED_AT_ONCE))
-        return numbers[: self._native.reader_ended(self._reader, numbers.buffer_info()[0], ENDED_AT_ONCE)]
+        count = self._native.reader_ended(self._reader, numbers.buffer_info()[0], ENDED_AT_ONCE)
+        ended = list[EndedRead]()
+        for number in numbers[:count]:
+            words = self._words.pop(number)
+            ended.append(EndedRead(number, ctypes.c_int64(words[2]).value, words[4 + 3 * words[3] :]))  # see ``_add``
+        return ended
 
     def _deliver(self) -> None:
         """Handle the ends of some reads, and end some waiting ones that nobody waits for; then begin others. Posted
         again if more have ended."""
-        numbers = self._take_ended() if self._reading else ()
-        if len(numbers) == ENDED_AT_ONCE:  # there may be more
+        ended = self._take_ended() if self._reading else ()
+        if len(ended) == ENDED_AT_ONCE:  # there may be more
             self._post(self._deliver)
-        if numbers:
+        if ended:
             self._progress_at = self._clock()
-        for number in numbers:
-            job, read = self._reading.pop(number)
+        for read in ended:
+            job = self._reading.pop(read.number)
             self._nbytes -= job.nbytes
-            end = self._compared(job, self._headers[number * HEADER_BYTES : (number + 1) * HEADER_BYTES], read)
-            self._free.append(number)
+            end = self._compared(job, read)
+            self._free.append(read.number)
             self._finish(job, end)
         for _ in range(ENDED_AT_ONCE):
             if not self._waiting or self._waiting[0].is_awaited():
@@ -258,7 +246,7 @@ class Reads:
             self._finish(self._waiting.popleft(), End(Result.UNWANTED))
         self._post(self._deliver)
 
-    def _compared(self, job: SlotJob, header: memoryview, read: BlockRead) -> End:
+    def _compared(self, job: SlotJob, read: EndedRead) -> End:
         """Return how a read ended: DONE if its bytes are the requested block, as it was written."""
         found = read.found
         if found < 0:
@@ -266,7 +254,7 @@ class Reads:
         if found < job.nbytes:
             ends = f"nothing is left to read at offset {job.offset + found}"
             return failed_end(self._file, job, "read", ShortRead(0, ends))
-        block = decode_header(header)
+        block = decode_header(self._headers[read.number * HEADER_BYTES : (read.number + 1) * HEADER_BYTES])
         if block is not None and (block.group, block.key) != (job.group, job.key):
             return End(Result.GONE)  # the index belongs to another copy of the file, or is older than a power cut
         if block is not None:

@@ -91,6 +91,21 @@ class _LastWrite(NamedTuple):
     place: int
 
 
+class PinnedSlot(NamedTuple):
+    """A slot that is pinned for a block's read or write.
+
+    Attributes:
+        offset: of the slot's header in the file.
+        nbytes: bytes of the block in the file.
+        padded: bytes of its shards in the file, by rank.
+    """
+
+    slot: int
+    offset: int
+    nbytes: int
+    padded: Sequence[int]
+
+
 class Passed(NamedTuple):
     """Blocks to evict that the clock hand has found: ``victims``, or all of a ``region``, or none.
 
@@ -112,10 +127,13 @@ class Region:
     """State of a region's slots, by their places in it: see ``DiskMap``.
 
     The arrays of which C has the ``addresses`` are never replaced.
+
+    Attributes:
+        begin: offset of its first slot in the file.
     """
 
-    def __init__(self, slot_bytes: int, slots: int) -> None:
-        self.slot_bytes = slot_bytes
+    def __init__(self, begin: int, slot_bytes: int, slots: int) -> None:
+        self.begin, self.slot_bytes = begin, slot_bytes
         self.slots = slots
         self.keys = np.zeros((slots, MAX_KEY_BYTES), np.uint8)
         self.key_bytes = np.zeros(slots, np.uint8)
@@ -390,7 +408,8 @@ class DiskMap:
         return min(self._hours, default=None)
 
     def open_region(self, number: int, slot_bytes: int) -> Region:
-        region = self.regions[number] = Region(slot_bytes, self.slots.slots_in(number, slot_bytes))
+        begin = PAGE_BYTES + number * self.slots.region_bytes  # the first page identifies the file
+        region = self.regions[number] = Region(begin, slot_bytes, self.slots.slots_in(number, slot_bytes))
         self._addresses[number] = region.addresses()
         return region
 
@@ -401,11 +420,16 @@ class DiskMap:
 
     def offset(self, slot: int) -> int:
         """Return a slot's offset in the file."""
-        number, place = divmod(slot, self.slots.slots_per_region)
-        begin = PAGE_BYTES + number * self.slots.region_bytes  # the first page identifies the file
-        return begin + place * self.regions[number].slot_bytes
+        region, place = self.at(slot)
+        return region.begin + place * region.slot_bytes
 
     # --- the state of slots ----------------------------------------------------------------------
+
+    def pin_for(self, known: KnownGroup, slot: int) -> PinnedSlot:
+        """Pin a slot for a read or write of a group's block, until ``end_read``, or ``add`` or ``unpin``."""
+        region, place = self.at(slot)
+        region.pins[place] += 1
+        return PinnedSlot(slot, region.begin + place * region.slot_bytes, known.slot_bytes, known.padded)
 
     def pin(self, slots: Sequence[int]) -> None:
         """Keep slots, which a read, a write or a write to the index uses, from becoming free."""
@@ -440,21 +464,21 @@ class DiskMap:
         known.number = self.last_number = self.last_number + 1
         self.readable_by_tag[known.group.tag] = self.by_number[known.number] = known
 
-    def has_block(self, slot: int) -> bool:
-        """Return whether a slot has a readable block."""
+    def end_read(self, slot: int, *, is_whole: bool) -> bool:
+        """Unpin a slot that was read. Return whether it still has a readable block: then that is the one that was read,
+        since a pinned slot gets no other. ``is_whole``: the bytes were those of the block, which counts as used."""
         region, place = self.at(slot)
         known = self.by_number.get(region.groups[place])
-        return known is not None and known.is_readable
+        is_there = known is not None and known.is_readable
+        if is_there and is_whole:
+            region.found[place], region.used[place] = 0, 1
+        self.unpin([slot])
+        return is_there
 
     def was_found(self, slot: int) -> bool:
         """Return whether an earlier daemon wrote the slot's block, and no read has shown that it is whole."""
         region, place = self.at(slot)
         return bool(region.found[place])
-
-    def mark_read(self, slot: int) -> None:
-        """Note that the slot's block is whole, and was used."""
-        region, place = self.at(slot)
-        region.found[place], region.used[place] = 0, 1
 
     def spare(self, group: BlockGroup, keys: Sequence[bytes]) -> None:
         """Have the hand spare these blocks once, as after a read."""
@@ -492,8 +516,9 @@ class DiskMap:
         return Passed(is_round=True)
 
     def add(self, known: KnownGroup, key: bytes, slot: int, hour: int) -> None:
-        """Add a block that was written to a slot."""
+        """Add a block that was written to a slot, and end the write's pin."""
         region, place = self.at(slot)
+        region.pins[place] -= 1
         region.keys[place, : len(key)] = np.frombuffer(key, np.uint8)
         region.key_bytes[place], region.groups[place], region.hours[place] = len(key), known.number, hour
         region.used[place] = region.found[place] = 0

@@ -16,7 +16,7 @@ void kvoffd_digests(const uint64_t *slot, const uint64_t *slot_bytes, uint64_t *
 
 enum { MAX_PARTS = 1024 /* IOV_MAX */, MAX_READS = 128, REPORTED_WITHIN_MS = 1 };
 
-/* A block to read: 64-bit numbers of BlockRead (disk_io.py), which owns them until the read has ended. */
+/* A block to read: 64-bit numbers of Reads._words (disk_io.py), which has them until the read is taken. */
 struct block_read {
     uint64_t number;
     int64_t offset;  /* in the file */

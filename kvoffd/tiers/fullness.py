@@ -6,10 +6,8 @@ from collections.abc import Callable
 from math import inf
 
 from kvoffd.tiers.store import StoreUsage
-from kvoffd.tiers.tier import TierStats
+from kvoffd.tiers.tier import FULL_PART, TierStats
 
-FULL_PART = 15 / 16
-"""Part of its limit from which on a store counts as full."""
 OLD_WEIGHT = 0.9
 """Weight of earlier samples in this node's part of the writes."""
 

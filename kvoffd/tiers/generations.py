@@ -156,12 +156,13 @@ class Generations:
 
     def _put(self, numbers: dict[bytes, Any], fingerprint: bytes, number: int, floor: int) -> int:
         """Enter a namespace's number, as the newest, in a table: ``floor`` is the number of all namespaces without an
-        entry. Return the new floor, which is higher if entries had to go: see ``MAX_NAMES``."""
+        entry. Return the new floor: if entries had to go (see ``MAX_NAMES``), it is at least the highest of their
+        numbers, so that no namespace has a lower one than before."""
         numbers.pop(fingerprint, None)
         numbers[fingerprint] = number
         unknown = (one for one in numbers if one not in self.known)
         gone = [int(numbers.pop(one)) for one in list(islice(unknown, max(0, len(numbers) - MAX_NAMES)))]
-        if (raised := max(gone, default=0)) > floor:  # known ones without an entry keep their number
+        if (raised := max(gone, default=0)) > floor:  # known ones without an entry get one: their number stays
             numbers.update({one: floor for one in self.known if one not in numbers})
         return max(floor, raised)
 

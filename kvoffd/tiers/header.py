@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
 from functools import lru_cache
 from hashlib import blake2b
 from typing import NamedTuple
@@ -49,21 +48,17 @@ class BlockGroup(NamedTuple):
     nbytes: int
 
 
-def make_block_group(fingerprint: bytes, generation: int, group_index: int, lengths: Sequence[int]) -> BlockGroup:
-    """Return a group as it is on this node's disks: see ``BlockGroup.generation``."""
-    return _made(fingerprint, generation, group_index, tuple(lengths))
+@lru_cache(REMEMBERED_GROUPS)
+def make_block_group(fingerprint: bytes, generation: int, group_index: int, lengths: tuple[int, ...]) -> BlockGroup:
+    """Return a group as it is on this node's disks, or in shared stores: see ``BlockGroup.generation``."""
+    identity = fingerprint + generation.to_bytes(8, "little") + group_index.to_bytes(2, "little")
+    tag = int.from_bytes(blake2b(identity, digest_size=8).digest(), "little")
+    return BlockGroup(fingerprint, generation, group_index, lengths, tag, sum(lengths))
 
 
 def stored_group(group: BlockGroup, generation: int) -> BlockGroup:
     """Return a group as it is in shared stores, in this fleet generation of its namespace."""
-    return _made(group.fingerprint, generation, group.group_index, group.lengths)
-
-
-@lru_cache(REMEMBERED_GROUPS)
-def _made(fingerprint: bytes, generation: int, group_index: int, lengths: tuple[int, ...]) -> BlockGroup:
-    identity = fingerprint + generation.to_bytes(8, "little") + group_index.to_bytes(2, "little")
-    tag = int.from_bytes(blake2b(identity, digest_size=8).digest(), "little")
-    return BlockGroup(fingerprint, generation, group_index, lengths, tag, sum(lengths))
+    return make_block_group(group.fingerprint, generation, group.group_index, group.lengths)
 
 
 class Block(NamedTuple):
@@ -110,5 +105,5 @@ def decode_header(data: bytes | memoryview) -> Block | None:
     lengths, checksums, firsts = zip(*shards, strict=True) if shards else ((), (), ())
     if not all(checksums) or max(firsts, default=0) > MAX_FIRST_BLOCK:
         return None
-    group = _made(bytes(data[_HEAD.size : key_at]), generation, group_index, lengths)
+    group = make_block_group(bytes(data[_HEAD.size : key_at]), generation, group_index, lengths)
     return Block(group, bytes(data[key_at:shards_at]), firsts, checksums)

@@ -319,7 +319,7 @@ class HelperProcess:
             began = time.monotonic()
             self._cannot_work = False
             try:
-                self._live()
+                self._run_helper()
             except Exception as error:
                 self._cannot_work = True
                 self.problem = f"The helper process for peers cannot be started: {error}."
@@ -333,7 +333,7 @@ class HelperProcess:
             logger.warning("%s It is started again in %.1f s.", self.problem, pause_s)
             self._closed.wait(pause_s)
 
-    def _live(self) -> None:
+    def _run_helper(self) -> None:
         """Start a helper, and handle its messages until it is gone."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with ours:

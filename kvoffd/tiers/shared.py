@@ -21,6 +21,7 @@ from kvoffd.tiers.asking_thread import Answered, AskingThread, Question
 from kvoffd.tiers.block_threads import (
     BlockThread,
     ObjectRead,
+    ObjectReadEnd,
     ObjectWrite,
     Removal,
     take_batch,
@@ -136,7 +137,7 @@ class SharedTier(Tier):
             self._reading = make_threads(
                 "kvoffd-shared-read",
                 [thread.reads for thread in threads[:READERS]],
-                failed=lambda error: (Result.FAILED, None),
+                failed=lambda error: ObjectReadEnd(Result.FAILED),
                 on_end=self._read_ended,
                 take=partial(take_batch, first),
                 nice=READERS_NICE,
@@ -306,7 +307,7 @@ class SharedTier(Tier):
             return
         self.clears.tick()
         if self.breaker.open:
-            self._reading.end((Result.FAILED, None))
+            self._reading.end(ObjectReadEnd(Result.FAILED))
         if self.health.follow_breaker() and not self.may_be_away:
             logger.info("%s is reachable.", self.name)
         self._put_due_questions()
@@ -346,7 +347,7 @@ class SharedTier(Tier):
         for store in self._stores:
             store.interrupt()
         self._asking.end(StoreError(StoreFault.CLOSED, f"{self.name} is being closed."))
-        self._reading.end((Result.CANCELLED, None))
+        self._reading.end(ObjectReadEnd(Result.CANCELLED))
         self._writing.end(Result.CANCELLED)
         ended = [one.close(until) for one in (self._asking, self._reading, self._writing)]
         if all(ended):
@@ -363,9 +364,9 @@ class SharedTier(Tier):
             self.counters.ask_seconds = OLD_WEIGHT * earlier + (1 - OLD_WEIGHT) * answer.seconds
         question.end(answer)
 
-    def _read_ended(self, read: ObjectRead, ended: tuple[Result, Block | None]) -> None:
-        result, block = ended
-        if result is Result.FAILED and not (read.retried or read.overloaded) and self.available():
+    def _read_ended(self, read: ObjectRead, end: ObjectReadEnd) -> None:
+        result, block = end.result, end.block
+        if result is Result.FAILED and not (read.retried or end.overloaded) and self.available():
             read.retried = True  # one lost or stalled connection should not cost the blocks of a prompt
             self._reading.put(read)
             return
@@ -377,7 +378,7 @@ class SharedTier(Tier):
             counters.read_bytes += group.nbytes
         elif result is not Result.UNWANTED:
             seconds = HIDDEN_S if result is Result.CORRUPT else self._store.failed_s
-            if read.overloaded or not self.available():  # nothing is wrong with this block
+            if end.overloaded or not self.available():  # nothing is wrong with this block
                 seconds = NO_S
             self._answers.hide(group.tag, [key], seconds)
         if result is Result.CORRUPT:

@@ -21,6 +21,8 @@ PEER = "peer://"
 """Beginning of the names of tiers that are other nodes' pools."""
 ABSENT, PRESENT, ASKED = 0, 1, 2
 """Answers of ``find``. ASKED: ``TierListener.answered`` gets the answer before the tier's ask deadline."""
+FULL_PART = 15 / 16
+"""Part of what it can hold from which on a tier counts as full."""
 
 READERS_NICE = 5
 """Nice value that reading threads add to the daemon's, whose thread answers engines. Measured on two CPUs shared with

@@ -234,7 +234,7 @@ def disk(blocks: int, shards: int) -> Result:
     """Open a disk that is full of blocks. Their headers are not there but for one: nothing reads a block."""
     slot_bytes = (1 + shards) * PAGE_BYTES // 2
     size_bytes = blocks * slot_bytes * 33 // 32 + (64 << 20)
-    block_group = make_block_group(b"scale".ljust(32), 0, 0, [PAGE_BYTES // 2] * shards)
+    block_group = make_block_group(b"scale".ljust(32), 0, 0, (PAGE_BYTES // 2,) * shards)
     with tempfile.TemporaryDirectory(dir="/var/tmp") as made:
         file, left, region = DiskFile(Path(made), size_bytes), blocks, 0
         while left:

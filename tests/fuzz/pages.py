@@ -22,7 +22,7 @@ GEOMETRY = TableGeometry(1 << 20, 96 * 1024)
 RECORD = NamespaceRecord(3, b"n" * 32, "label", 1, 32, (GroupSpec("full", 16),), "{}", ((8192,),), None, generation=1)
 SNAPSHOT = NamespaceSnapshot(4, (RECORD,))
 HEAD = Head(b"f" * 16, 3, 1 << 20, 4, 12_345, is_open=True)
-BLOCK = Block(make_block_group(b"n" * 32, 7, 1, [5000, 3]), b"k" * 32, (0, 4), (1, 2))
+BLOCK = Block(make_block_group(b"n" * 32, 7, 1, (5000, 3)), b"k" * 32, (0, 4), (1, 2))
 
 
 def disk_pages(data: bytes) -> None:

@@ -98,11 +98,11 @@ def commits_with_faults(file: Path) -> None:
 
 def disks_with_faults(file: Path) -> None:
     """Have the reads of a disk not end while ``file`` says ``disk hangs DIRECTORY``."""
-    from kvoffd.tiers.disk_io import Reads
+    from kvoffd.tiers.disk_io import EndedRead, Reads
 
     take_ended = Reads._take_ended
 
-    def ended(reads: Reads) -> Sequence[int]:
+    def ended(reads: Reads) -> Sequence[EndedRead]:
         words = read_fault(file).split(maxsplit=2)
         hangs = words[:2] == ["disk", "hangs"] and str(reads._file.path).startswith(words[2])
         return () if hangs else take_ended(reads)

@@ -16,7 +16,7 @@ from kvoffd.system.files import FileCalls, read_all
 from kvoffd.system.threads import ENDED_AT_ONCE, AbandonableThreads, Workers
 from kvoffd.tiers import DISK_NAME
 from kvoffd.tiers.disk import DiskTier
-from kvoffd.tiers.disk_io import BlockRead, Reads
+from kvoffd.tiers.disk_io import BlockRead, EndedRead, Reads
 from kvoffd.tiers.header import BlockGroup
 
 PAGE = 4096
@@ -53,12 +53,12 @@ class ReadsWithoutThreads(Reads):
     """What the kernel and a thread would do, tests do."""
 
     def _open(self) -> None:
-        self.added, self._ended = deque[BlockRead](), list[int]()
+        self.added, self._ended = deque[BlockRead](), list[EndedRead]()
 
     def _add(self, read: BlockRead) -> None:
         self.added.append(read)
 
-    def _take_ended(self) -> list[int]:
+    def _take_ended(self) -> list[EndedRead]:
         taken, self._ended = self._ended[:ENDED_AT_ONCE], self._ended[ENDED_AT_ONCE:]
         return taken
 
@@ -67,11 +67,11 @@ class ReadsWithoutThreads(Reads):
         try:
             read_all(self._file.calls, self._file.fd, views, read.offset)
         except OSError as error:
-            read.found = -(error.errno or 0)
+            ended = EndedRead(read.number, -(error.errno or 0), ())
         else:
-            read.found = sum(map(len, views))
-            read.checksums = [digest(view[:wanted]) for view, wanted in zip(views, read.summed, strict=True)]
-        self._ended.append(read.number)
+            sums = [digest(view[:wanted]) for view, wanted in zip(views, read.summed, strict=True)]
+            ended = EndedRead(read.number, sum(map(len, views)), sums)
+        self._ended.append(ended)
         self._post(self._deliver)
 
     def work(self) -> None:

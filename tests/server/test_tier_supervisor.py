@@ -36,7 +36,7 @@ def disk_of(*fingerprints: bytes, generation: int = 0, written_bytes: int = 0) -
     """A disk that has a block of each of these namespaces."""
     rig = DiskRig()
     for number, fingerprint in enumerate(fingerprints):
-        rig.write(block_of(number, make_block_group(fingerprint, generation, 0, [12_000])))
+        rig.write(block_of(number, make_block_group(fingerprint, generation, 0, (12_000,))))
     rig.tier.counters.written_bytes += written_bytes
     assert rig.tier.close(1.0)
     return rig.files
@@ -164,7 +164,7 @@ def test_blocks_written_since_a_disk_was_opened_go_when_another_disk_knows_a_lat
     space = rig.rig.open("one")
     rig.attach(disk_of(), "/mnt/empty")
     first = rig.opened()
-    assert first.write(block_of(1, make_block_group(space.fingerprint, 0, 0, [1])), [0], lambda result: None)
+    assert first.write(block_of(1, make_block_group(space.fingerprint, 0, 0, (1,))), [0], lambda result: None)
     cast(WorkersWithoutThreads, first._writes).work()
     first._writes._deliver()
     assert namespaces_on(first) == {space.fingerprint}

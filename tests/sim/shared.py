@@ -74,7 +74,7 @@ class SharedObjects:
             return
         shards = [content.shard(rank, group, key).tobytes() for rank in range(content.world_size)]
         generation = self.generations[fingerprint]
-        block_group = make_block_group(fingerprint, generation, group, list(map(len, shards)))
+        block_group = make_block_group(fingerprint, generation, group, tuple(map(len, shards)))
         block = Block(block_group, key, (0,) * len(shards), tuple(digest(memoryview(data)) for data in shards))
         self.put(block_name(block_group, key), encode_header(block) + b"".join(shards))
 

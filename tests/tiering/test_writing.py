@@ -206,13 +206,13 @@ def test_what_is_not_judged_is_written(
     assert rig.in_tier(space, keys_of(1, 2)) == 2
 
 
-def choose(*kinds: tuple[int, float, float], believed: int = len(STAYS)) -> tuple[Selection, list[bool]]:
+def choose(*kinds: tuple[int, float, float], reliable: int = len(STAYS)) -> tuple[Selection, list[bool]]:
     """The choice from kinds of blocks, and which of them it takes: their number, their chance to come back while they
     would stay if all were written, and by how much it grows in each time as long."""
     chosen = Selection()
     every = [[chance + more * (stay - 1) for stay in STAYS] for _, chance, more in kinds]
     rows = [row for (count, *_), row in zip(kinds, every, strict=True) for _ in range(count)]
-    chosen.record(np.array(rows), UNIT, believed)
+    chosen.record(np.array(rows), UNIT, reliable)
     deciding, least = chosen.deciding(np.array(every))
     return chosen, (deciding >= least).tolist()
 
@@ -226,7 +226,7 @@ def test_the_likeliest_are_chosen_as_far_as_others_do_not_pay() -> None:
 
 def test_what_was_not_watched_for_long_is_not_believed() -> None:
     assert choose((20, 0.3, 0.0), (80, 0.1, 0.19))[1] == [False, True]
-    assert choose((20, 0.3, 0.0), (80, 0.1, 0.19), believed=1)[1] == [True, False]
+    assert choose((20, 0.3, 0.0), (80, 0.1, 0.19), reliable=1)[1] == [True, False]
 
 
 def test_a_block_stays_longer_the_less_is_offered() -> None:

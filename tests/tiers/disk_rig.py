@@ -20,7 +20,7 @@ from tests.kit.memory_disk import MemoryDisk, ReadsWithoutThreads, WorkersWithou
 
 ONE, OTHER = b"1" * 32, b"2" * 32
 SLOT_BYTES, SLOTS = 64 << 10, 64
-GROUP = make_block_group(ONE, 0, 0, [12_000])
+GROUP = make_block_group(ONE, 0, 0, (12_000,))
 """A slot of 16 KiB."""
 REGION_BYTES = 128 << 10
 SIZE_BYTES = 5 * REGION_BYTES

@@ -123,7 +123,8 @@ class SharedRig:
         shards = [Random(100 * number + rank).randbytes(length) for rank, length in enumerate(lengths)]
         sums = tuple(digest(memoryview(shard)) for shard in shards)
         SHARDS[sums] = shards
-        return Block(make_block_group(fingerprint, 0, group, lengths), key_of(number), (first,) * len(lengths), sums)
+        block_group = make_block_group(fingerprint, 0, group, tuple(lengths))
+        return Block(block_group, key_of(number), (first,) * len(lengths), sums)
 
     def write(self, block: Block) -> Result | None:
         """Put a block into the first slots and write it, and wait for the end; None where it is not taken."""
@@ -165,7 +166,7 @@ class SharedRig:
         self, keys: Sequence[bytes], *, prefix: bool, fingerprint: bytes = ONE, length: int = 5000
     ) -> list[Answer]:
         """Ask for keys, without waiting."""
-        found = self.tier.find(make_block_group(fingerprint, 0, 0, [length]), keys, prefix=prefix)
+        found = self.tier.find(make_block_group(fingerprint, 0, 0, (length,)), keys, prefix=prefix)
         return list(map(Answer, found.states))
 
     def answers(self, fingerprint: bytes, keys: Sequence[bytes], group: int = 0) -> list[Answer]:

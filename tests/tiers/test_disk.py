@@ -100,18 +100,18 @@ def test_of_several_whose_turn_comes_at_once_only_those_are_read_that_somebody_w
 
 def test_spaces_are_kept_apart(rig: DiskRig) -> None:
     names = [(name, generation, group) for name in (ONE, OTHER) for generation in (0, 1) for group in (0, 1)]
-    groups = [make_block_group(*one, [5000]) for one in names]
+    groups = [make_block_group(*one, (5000,)) for one in names]
     for number, group in enumerate(groups):
         assert rig.write(block_of(number, group)) == [DONE]
     for number, group in enumerate(groups):
         assert rig.there(range(len(groups)), group) == [number]
-    assert rig.there([0], make_block_group(ONE, 0, 0, [5001])) == [], "another geometry"
+    assert rig.there([0], make_block_group(ONE, 0, 0, (5001,))) == [], "another geometry"
     assert rig.write(block_of(0, groups[0])) == [None], "it is there"
 
 
 def test_another_geometry_takes_the_place_of_the_one_before(rig: DiskRig) -> None:
     rig.write(block_of(1), block_of(2))
-    other = make_block_group(ONE, 0, 0, [9000, 30_000])
+    other = make_block_group(ONE, 0, 0, (9000, 30_000))
     assert rig.write(block_of(1, other)) == [DONE]
     assert rig.read(block_of(1, other)) is DONE
     assert rig.there([1, 2]) == []
@@ -199,7 +199,7 @@ def test_what_is_read_or_written_is_not_taken(rig: DiskRig) -> None:
 
 
 def test_sizes_share_the_disk_and_none_starves(rig: DiskRig) -> None:
-    small, large = make_block_group(ONE, 0, 1, [4000]), make_block_group(ONE, 0, 2, [50_000])
+    small, large = make_block_group(ONE, 0, 1, (4000,)), make_block_group(ONE, 0, 2, (50_000,))
     numbers = count()
     for group in (small, large, GROUP, small, large):
         taken = 0
@@ -220,7 +220,7 @@ def test_a_region_is_taken_for_another_size_some_blocks_at_a_time(
 ) -> None:
     monkeypatch.setattr("kvoffd.tiers.disk_map.CLEARED_AT_ONCE", 2)
     rig.write(*map(block_of, range(CAPACITY)))
-    there, large = [rig.tier.stats().blocks], make_block_group(OTHER, 0, 0, [60_000])
+    there, large = [rig.tier.stats().blocks], make_block_group(OTHER, 0, 0, (60_000,))
     assert not rig.tier.write(block_of(99, large), rig.fill(block_of(99, large)), lambda result: None)
     assert rig.tier.takes(large, block_of(99, large).key), "later"
     there.append(rig.tier.stats().blocks)
@@ -237,7 +237,7 @@ def test_a_region_is_taken_for_another_size_some_blocks_at_a_time(
 def test_a_small_disk_holds_what_fits_of_several_block_sizes() -> None:
     size = 48 << 20
     rig = DiskRig(size_bytes=size, region_bytes=default_region_bytes(size))
-    groups = [make_block_group(bytes([kib]) * 32, 0, 0, [kib << 10]) for kib in (40, 44, 52, 60)]
+    groups = [make_block_group(bytes([kib]) * 32, 0, 0, (kib << 10,)) for kib in (40, 44, 52, 60)]
     for number in range(200):
         for group in groups:
             sums = (digest(rig.pool[: group.nbytes]),)
@@ -248,7 +248,7 @@ def test_a_small_disk_holds_what_fits_of_several_block_sizes() -> None:
 
 
 def test_a_block_that_fits_no_region_is_reported_once(rig: DiskRig) -> None:
-    large = make_block_group(ONE, 0, 0, [60_000] * 3)
+    large = make_block_group(ONE, 0, 0, (60_000,) * 3)
     assert rig.write(block_of(1, large), block_of(2, large)) == [None, None]
     assert not rig.tier.takes(large, block_of(1, large).key)
     assert rig.listener.kinds == {"too_large": 1}
@@ -326,7 +326,7 @@ def test_records_of_a_region_whose_size_was_lost_are_gone(rig: DiskRig) -> None:
 def test_sizes_that_nobody_writes_give_their_regions_back() -> None:
     rig = DiskRig(size_bytes=3 * REGION_BYTES + (64 << 10))
     for number, pages in enumerate((3, 4, 5, 6, 7, 8)):
-        group = make_block_group(bytes([number]) * 32, 0, 0, [pages * 4096])
+        group = make_block_group(bytes([number]) * 32, 0, 0, (pages * 4096,))
         written = 0
         for block in range(60):
             written += any(rig.write(block_of(block, group)) == [Result.DONE] for _ in range(4))
@@ -427,7 +427,7 @@ def test_a_record_that_could_not_be_cleared_is_cleared_while_a_read_has_its_slot
 def test_a_region_whose_records_cannot_be_cleared_keeps_its_size_until_they_are(rig: DiskRig, ends: str) -> None:
     """Else removed blocks would be found again where the records say."""
     rig.write(*map(block_of, range(CAPACITY)))
-    large = make_block_group(OTHER, 0, 0, [60_000])
+    large = make_block_group(OTHER, 0, 0, (60_000,))
     rig.files.fault = fails_always("note")
     assert rig.write(block_of(99, large)) == [None]
     evicted = sorted({*range(CAPACITY)} - {*rig.there(range(CAPACITY))})
@@ -451,7 +451,7 @@ def test_a_region_of_another_size_is_judged_by_the_blocks_that_are_there(rig: Di
         assert rig.read(block_of(number)) is DONE
     rig.remove(*first[:5])
     rig.work()
-    large = make_block_group(OTHER, 0, 0, [60_000])
+    large = make_block_group(OTHER, 0, 0, (60_000,))
     assert any(rig.write(block_of(99, large)) == [DONE] for _ in range(4))
     assert sorted({*range(CAPACITY)} - {*rig.there(range(CAPACITY))}) == first
     rig.check()
@@ -468,7 +468,7 @@ def region_at_hand(rig: DiskRig) -> Region:
 
 @pytest.mark.parametrize(("fingerprint", "left"), [(ONE, [3]), (None, []), (b"nobody".ljust(32), [1, 2, 3])])
 def test_all_of_a_namespace_is_removed(rig: DiskRig, fingerprint: bytes | None, left: list[int]) -> None:
-    groups = [GROUP, make_block_group(ONE, 0, 3, [4000]), make_block_group(OTHER, 0, 0, [4000])]
+    groups = [GROUP, make_block_group(ONE, 0, 3, (4000,)), make_block_group(OTHER, 0, 0, (4000,))]
     for number, group in enumerate(groups, 1):
         rig.write(block_of(number, group))
     writing = rig.begin_write(block_of(9))
@@ -521,8 +521,8 @@ def test_the_time_that_opening_took_has_that_of_the_files(rig: DiskRig) -> None:
 
 
 def test_an_earlier_generation_does_not_come_back(rig: DiskRig) -> None:
-    new = make_block_group(ONE, 4, 0, [12_000])
-    rig.write(block_of(1), block_of(2, make_block_group(OTHER, 0, 0, [12_000])))
+    new = make_block_group(ONE, 4, 0, (12_000,))
+    rig.write(block_of(1), block_of(2, make_block_group(OTHER, 0, 0, (12_000,))))
     assert rig.tier.close(1.0)
     rig.generations[ONE] = 4
     rig.open()
@@ -539,7 +539,7 @@ def test_an_earlier_generation_does_not_come_back(rig: DiskRig) -> None:
 
 def test_of_two_generations_the_higher_one_is_found(rig: DiskRig) -> None:
     for generation in (2, 7, 3):
-        rig.write(block_of(generation, make_block_group(ONE, generation, 0, [5000])))
+        rig.write(block_of(generation, make_block_group(ONE, generation, 0, (5000,))))
     rig.kill()
     assert rig.tier.found_generations == {ONE: 7}
     assert [group.generation for group, _ in names_of(rig.tier)] == [7]
@@ -562,7 +562,7 @@ def test_with_one_file_older_nothing_wrong_is_read(rig: DiskRig, old: str) -> No
 @pytest.mark.parametrize("where", ["header", "shard", "last shard"])
 @pytest.mark.parametrize("clean", [True, False])
 def test_wrong_bytes_are_reported_and_gone_for_good(rig: DiskRig, where: str, clean: bool) -> None:
-    group = make_block_group(ONE, 0, 0, [5000, 300])
+    group = make_block_group(ONE, 0, 0, (5000, 300))
     rig.write(block_of(1, group), block_of(2, group))
     rig.restart() if clean else rig.kill()
     at = rig.tier._map.offset(rig.tier._map.slots_of(group, [key_of(1)])[0])
@@ -832,7 +832,7 @@ def test_whatever_happens_bytes_are_right() -> None:
 
 def live(random: Random) -> None:
     """Several lives of a disk: resets, kills in the middle of calls, power cuts, failures and flipped bits."""
-    files, groups = MemoryDisk(), [GROUP, make_block_group(OTHER, 0, 1, [3000, 9000])]
+    files, groups = MemoryDisk(), [GROUP, make_block_group(OTHER, 0, 1, (3000, 9000))]
     rig = DiskRig(files, most_writes=4, most_reads=random.choice((1, 4)))
     for _ in range(300):
         at, number = random.randrange(2), random.randrange(40)

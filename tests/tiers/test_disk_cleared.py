@@ -80,7 +80,7 @@ class ClearedRig(DiskRig):
     def live(self, answered: dict[bytes, int], versions: dict[tuple[bytes, int], int]) -> None:
         """Store, invalidate and clear, until that ends or the daemon does."""
         for version in range(CLEARS):
-            groups = [make_block_group(name, self.state.generations.of(name), 0, [12_000]) for name in (ONE, OTHER)]
+            groups = [make_block_group(name, self.state.generations.of(name), 0, (12_000,)) for name in (ONE, OTHER)]
             for group in groups:
                 versions[group.fingerprint, group.generation] = version
                 self.write(*(block_of(number, group, version=version) for number in range(BLOCKS)), version=version)

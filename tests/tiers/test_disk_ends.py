@@ -17,7 +17,7 @@ from tests.kit.cases import case
 from tests.kit.memory_disk import MemoryDisk, MemoryFile, names_of
 from tests.tiers.disk_rig import ONE, OTHER, DiskRig, block_of
 
-LENGTHS = [12_000]
+LENGTHS = (12_000,)
 STEPS, SEEDS = 40, 7 * TIMES**2
 SMALLEST_BATCH, LARGEST_BATCH = 4, 40
 ENDS = "stop", "kill", "power cut", "power cut, older index"

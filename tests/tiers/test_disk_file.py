@@ -264,12 +264,12 @@ def test_a_file_that_was_cut_off_is_reported_and_whole_again() -> None:
 
 
 def test_a_header_says_all_of_a_block() -> None:
-    group = make_block_group(b"f" * 20, MAX_GENERATION, 65_535, [1, 0, 2**40])
+    group = make_block_group(b"f" * 20, MAX_GENERATION, 65_535, (1, 0, 2**40))
     block = Block(group, b"k" * 64, (0, MAX_FIRST_BLOCK, 3), (1, 2**64 - 1, 5))
     header = encode_header(block)
     assert len(header) == HEADER_BYTES
     assert decode_header(header) == block
-    beyond = make_block_group(b"f", MAX_GENERATION + 1, 0, [1])
+    beyond = make_block_group(b"f", MAX_GENERATION + 1, 0, (1,))
     assert decode_header(encode_header(Block(beyond, b"k", (0,), (1,)))) is None, "none could follow it"
 
 

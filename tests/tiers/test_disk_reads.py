@@ -22,7 +22,7 @@ from kvoffd_proto.stats import DiskFault
 from tests.kit.waiting import deliver_until
 
 BLOCKS, SLOT_BYTES = 300, HEADER_BYTES + 5 * 4096
-GROUP = make_block_group(b"1" * 32, 0, 0, [9000, 0, 200, 4096])
+GROUP = make_block_group(b"1" * 32, 0, 0, (9000, 0, 200, 4096))
 PLACES, PADDED = (0, 12_288, 12_288, 16_384), (12_288, 0, 4096, 4096)
 
 

@@ -917,7 +917,7 @@ def test_all_connections_leave_a_replica_once_its_name_does(monkeypatch: pytest.
         make = open_store("redis://primary.example", Credentials())
         writer, reader, later = make(), make(), time.monotonic() + 60.0
         writer.connect()
-        group = make_block_group(ONE, 0, 0, [1])
+        group = make_block_group(ONE, 0, 0, (1,))
         first, second = (Block(group, key_of(number), (0,), (1,)) for number in (1, 2))
         its = [PutRequest(second, [memoryview(b"2")])]
         assert writer.put([PutRequest(first, [memoryview(b"1")])], later) == [True]

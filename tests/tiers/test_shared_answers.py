@@ -13,6 +13,7 @@ from kvoffd.system.threads import Workers
 from kvoffd.tiers import answers as module
 from kvoffd.tiers.answers import HIDDEN_S, NO_S, YES_S, Answer, Ask
 from kvoffd.tiers.asking_thread import AskingThread
+from kvoffd.tiers.block_threads import ObjectReadEnd
 from kvoffd.tiers.fleet_clears import Raise
 from kvoffd.tiers.header import HEADER_BYTES, Block, BlockGroup, encode_header, make_block_group
 from kvoffd.tiers.shared import SharedTier as Tier
@@ -20,7 +21,7 @@ from kvoffd.tiers.store import Credentials, open_store
 from kvoffd.tiers.tier import ABSENT, ASKED, PRESENT, Result
 from tests.kit.clock import Clock
 
-GROUP = make_block_group(b"1" * 32, 0, 0, [5000])
+GROUP = make_block_group(b"1" * 32, 0, 0, (5000,))
 KEY = b"k" * 32
 ASK_S = 0.02
 
@@ -95,7 +96,7 @@ def take_questions(rig: Rig) -> str:
 
 def test_namespaces_ask_in_turn(rig: Rig) -> None:
     """By the number of keys, each in its order; a question of another kind is passed by none."""
-    groups = {name: make_block_group(name.encode() * 32, 0, 0, [5000]) for name in "123"}
+    groups = {name: make_block_group(name.encode() * 32, 0, 0, (5000,)) for name in "123"}
 
     def ask(name: str, *counts: int) -> None:
         for number, count in enumerate(counts):
@@ -115,7 +116,7 @@ def test_namespaces_ask_in_turn(rig: Rig) -> None:
 
 def test_asks_that_are_too_late_cost_their_namespace_no_turn(rig: Rig) -> None:
     """They are not asked. With more of them than time, all that it asked would be too late."""
-    one, other = (make_block_group(name * 32, 0, 0, [5000]) for name in (b"1", b"2"))
+    one, other = (make_block_group(name * 32, 0, 0, (5000,)) for name in (b"1", b"2"))
 
     def ask(group: BlockGroup, numbers: range) -> None:
         for number in numbers:
@@ -131,7 +132,7 @@ def test_asks_that_are_too_late_cost_their_namespace_no_turn(rig: Rig) -> None:
 
 def test_a_namespace_leaves_others_a_part_of_what_may_be_asked(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_ASKED", 100)
-    keys, other = [bytes([at]) * 32 for at in range(100)], make_block_group(b"2" * 32, 0, 0, [5000])
+    keys, other = [bytes([at]) * 32 for at in range(100)], make_block_group(b"2" * 32, 0, 0, (5000,))
     assert rig.find(keys) == [ASKED] * 75 + [ABSENT] * 25
     assert list(rig.tier.find(other, keys[:10], prefix=True).states) == [ASKED] * 10
     rig.answer(True)
@@ -166,7 +167,7 @@ def test_a_block_whose_read_failed_is_absent_as_long_as_its_store_says(
     ends: list[Result] = []
     assert rig.tier.read(GROUP, KEY, [0], 1e9, lambda result, _: ends.append(result))
     for _ in range(2):  # a failed read is tried once more
-        rig.tier._reading.end((result, None))
+        rig.tier._reading.end(ObjectReadEnd(result))
     assert ends == [result]
     rig.clock.now += seconds - 0.01
     assert rig.find() == [ABSENT]
@@ -213,7 +214,7 @@ def test_what_was_there_is_believed_longer_than_it_is_found(rig: Rig) -> None:
 
 @pytest.mark.parametrize(("ranks", "fit"), [(64, True), (198, True), (199, False), (4096, False)])
 def test_a_block_of_too_many_ranks_is_not_written(rig: Rig, ranks: int, fit: bool) -> None:
-    group = make_block_group(GROUP.fingerprint, 0, 0, [1] * ranks)
+    group = make_block_group(GROUP.fingerprint, 0, 0, (1,) * ranks)
     block = Block(group, b"k" * 64, (0,) * ranks, (1,) * ranks)
     assert rig.tier.wants(group, [block.key]) == [fit]
     assert rig.tier.write(block, range(ranks), lambda _: None) == fit
@@ -238,7 +239,7 @@ def test_no_more_is_kept_than_the_bounds_and_the_newest_stay(monkeypatch: pytest
     rig = Rig()
     keys = [number.to_bytes(32, "big") for number in range(5000)]
     for at in range(0, 5000, 50):
-        group = make_block_group(GROUP.fingerprint, 0, at % 3, [5000])
+        group = make_block_group(GROUP.fingerprint, 0, at % 3, (5000,))
         rig.tier.find(group, keys[at : at + 50], prefix=True)
         rig.answer(True)
         rig.clock.now += 0.001
@@ -260,7 +261,7 @@ def test_wrong_bytes_that_come_after_a_clear_cost_no_block_that_was_stored_since
     rig.answer(True)
     assert rig.tier.read(GROUP, KEY, [0], 1e9, lambda *_: None)
     rig.tier.generations.hear(GROUP.fingerprint, 5)
-    rig.tier._reading.end((Result.CORRUPT, None))
+    rig.tier._reading.end(ObjectReadEnd(Result.CORRUPT))
     (removal,) = rig.tier._writing._waiting
     assert removal.stored.generation == 0
 

@@ -148,7 +148,7 @@ def test_the_ends_of_a_chain_are_asked_for_first(bucket: FaultyBucket, there: st
     store = open_s3(bucket.url, Credentials("", ""))()
     store.connect()
     deadline = time.monotonic() + 10
-    group = make_block_group(ONE, 0, 0, [6])
+    group = make_block_group(ONE, 0, 0, (6,))
     chain = {key: Block(group, key.encode(), (0,), (1,)) for key in "abcde"}
     view = memoryview(b"object")
     assert all(store.put([PutRequest(chain[key], [view]) for key in there], deadline)) or not there
