@@ -502,7 +502,7 @@ class ReportEngine(Request[Done], frozen=True):
     unknown_hints: Annotated[
         int, doc("Hints that it did not know, could not read or did not send.", ge=0, le=MAX_REPORTED)
     ] = 0
-    late_age_s: Annotated[float, doc("Mean seconds since the late lookups' end.", ge=0, le=MAX_TIME_S)] = 0.0
+    late_age_s: Annotated[float, doc("Mean seconds since these late lookups.", ge=0, le=MAX_TIME_S)] = 0.0
 
 
 MAX_PROMPT_REPORTS = 256

@@ -319,7 +319,7 @@ class PoolStats(Part, frozen=True):
     huge_page_bytes: Annotated[ByteCount, gauge("Bytes of the pool in huge pages when the daemon started.")] = 0
     page_slowdown: Annotated[
         float,
-        doc("Times as long as huge pages that reading the pool takes, measured at the start; 0 if it has huge pages."),
+        doc("How many times as long reading the pool takes as reading huge pages, at the start; 0 if it has these."),
     ] = 0.0
 
     def of(self, state: str) -> int:
