@@ -100,7 +100,7 @@ class BlockClient(Closing):
                 f"A fingerprint has {FINGERPRINT_BYTES} bytes, not {len(namespace)}; give its first digits as text."
             )
         self._closing: list[Closing] = []
-        """What ``close`` closes, the last first."""
+        """Clients and memory that ``close`` closes, the last first."""
         self._layouts: list[list[ShardSpec]] = []
         """Layout of a shard by rank and group."""
         self._shard_memory: list[list[Bytes]] = []

@@ -238,7 +238,7 @@ class Session(Closing):
         """False while a reply is overdue by more than ``unresponsive_after_s``."""
         self._problem = f"The client has not reached the kvoffd daemon in {self.directory} yet."
         self._outage = ""
-        """Why the daemon cannot be used, as last noted; empty before the first attempt, and while it answers."""
+        """Sentence that says why the daemon cannot be used; empty before the first attempt, and while it answers."""
         self._refusal_logged_at = -REFUSALS_LOGGED_S
         self._limits: m.Limits | None = None
         """The daemon's limits; None before Welcome."""
@@ -415,9 +415,8 @@ class Session(Closing):
                 callback(RequestTimeout("The kvoffd daemon did not answer in time; try again later."), now)
                 self._transport.notify()
         self._next_expiry = min((deadline for deadline, _ in self._pending.values()), default=NEVER)
-        # The latter after a Hello that was not sent, as below.
-        needs_answer = bool(late) or (self._owed_since < NEVER and not self._pending)
-        if needs_answer and self._phase is Phase.OPEN:
+        is_owed = self._owed_since < NEVER and not self._pending  # the last Hello could not be sent: see below
+        if (late or is_owed) and self._phase is Phase.OPEN:
             self._send(self._hello(), now, lambda *_: None)
             if not self._pending:  # the socket's queue is full: come here again
                 self._next_expiry = now + self._options.request_timeout_s
