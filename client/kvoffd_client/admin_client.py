@@ -215,7 +215,7 @@ class AdminClient(Session):
         self._ended_connections += 1
 
     def _warn(self, sentence: str) -> None:
-        """Do nothing: the call raises the sentence."""
+        """Log nothing: the call raises the sentence."""
 
     def stats(self) -> DaemonStats:
         """Return all statistics."""

@@ -23,9 +23,18 @@ from kvoffd_client.repeated_lookup import RepeatedLookup
 from kvoffd_client.scheduler_client import LookupFuture, SchedulerClient
 from kvoffd_client.session import ClientOptions, Closing
 from kvoffd_client.worker_client import Job, WorkerClient
-from kvoffd_proto.admin import BlockFound, DescribeNamespace, FindBlock, ListBlocks
+from kvoffd_proto.admin import BlockFound, DescribeNamespace, FindBlock, ListBlocks, ShardSpec
 from kvoffd_proto.errors import ErrorCode
-from kvoffd_proto.messages import FINGERPRINT_BYTES, READY, GroupKeys, GroupTransfer, JobResult, PageRef, TensorLayout
+from kvoffd_proto.messages import (
+    FINGERPRINT_BYTES,
+    MAX_SOLE,
+    READY,
+    GroupKeys,
+    GroupTransfer,
+    JobResult,
+    PageRef,
+    TensorLayout,
+)
 from kvoffd_proto.stats import MISS_REASONS
 from kvoffd_proto.units import printable
 
@@ -91,8 +100,11 @@ class BlockClient(Closing):
                 f"A fingerprint has {FINGERPRINT_BYTES} bytes, not {len(namespace)}; give its first digits as text."
             )
         self._closing: list[Closing] = []
+        """Clients and memory that ``close`` closes, the last first."""
+        self._layouts: list[list[ShardSpec]] = []
+        """Layout of a shard by rank and group."""
         self._shard_memory: list[list[Bytes]] = []
-        """Memory of a shard by rank and group."""
+        """Memory for one shard by rank and group; copies go through it."""
         self._timeout_s = timeout_s
         self._job_ids = itertools.count(1)
         try:
@@ -102,28 +114,28 @@ class BlockClient(Closing):
             raise
 
     def _open(self, directory: str | os.PathLike[str], namespace: str | bytes) -> None:
+        """Connect as administrator, scheduler and one worker for each rank. Raises as the class."""
         self._admin = AdminClient(directory, self._timeout_s)
         self._admin.directory_hint = "give BlockClient its directory"
         self._closing.append(self._admin)
         namespace = self._fingerprint_of(namespace)
-        told = self._admin.ask(DescribeNamespace, namespace)
-        shards = [of_rank for of_rank in told.shards if of_rank is not None]
-        if len(shards) < told.world_size:
-            raise KvoffdClientError(
-                f"The daemon does not know the layers of rank {told.shards.index(None)} of the namespace "
-                f"{told.label!r}; start its engine once."
-            )
-        self._shards = shards
-        groups = tuple(told.groups)
-        spec = NamespaceSpec(namespace, told.label, told.world_size, told.key_bytes, groups, told.description)
-        self.namespace = spec
+        described = self._admin.ask(DescribeNamespace, namespace)
+        for rank, layouts in enumerate(described.shards):
+            if layouts is None:
+                raise KvoffdClientError(
+                    f"The daemon does not know the layers of rank {rank} of the namespace {described.label!r}; start "
+                    "its engine once."
+                )
+            self._layouts.append(layouts)
+        geometry = described.world_size, described.key_bytes, tuple(described.groups)
+        self.namespace = spec = NamespaceSpec(namespace, described.label, *geometry, described.description)
         options = ClientOptions(request_timeout_s=self._timeout_s)
         clients: list[SchedulerClient | WorkerClient] = []
         self._scheduler = SchedulerClient(directory, spec, name=NAME, options=options)
         clients.append(self._scheduler)
         self._closing.append(self._scheduler)
         self._workers: list[WorkerClient] = []
-        for rank in range(told.world_size):
+        for rank in range(spec.world_size):
             worker = WorkerClient(directory, spec, self._registration(rank), name=NAME, options=options)
             self._workers.append(worker)
             clients.append(worker)
@@ -138,35 +150,36 @@ class BlockClient(Closing):
         """Return the fingerprint of an open namespace. Raises KvoffdClientError if there is none, or several."""
         there = self._admin.namespaces().namespaces
         if isinstance(namespace, bytes):
-            named, found = f"fingerprint {namespace.hex()}", [one for one in there if one.namespace == namespace]
+            wanted, found = f"fingerprint {namespace.hex()}", [one for one in there if one.namespace == namespace]
         else:
-            named = f"label {printable(namespace)!r} or a fingerprint that begins with it ({MIN_PREFIX_DIGITS} digits)"
+            wanted = f"label {printable(namespace)!r} or a fingerprint that begins with it ({MIN_PREFIX_DIGITS} digits)"
             found = matching_namespaces(there, namespace)
         if not found:
-            open_ones = ", ".join(f"{printable(one.label)} ({one.namespace.hex()[:12]})" for one in there) or "none"
+            listed = ", ".join(f"{printable(one.label)} ({one.namespace.hex()[:12]})" for one in there) or "none"
             raise KvoffdClientError(
-                f"The kvoffd daemon in {self._admin.directory} has no namespace with the {named}. It has: {open_ones}. "
+                f"The kvoffd daemon in {self._admin.directory} has no namespace with the {wanted}. It has: {listed}. "
                 "An engine must have opened the namespace since the daemon's start."
             )
+        # The second raises if several have the name.
         return namespace if isinstance(namespace, bytes) else find_namespace_info(found, namespace).namespace
 
     def _registration(self, rank: int) -> Registration:
         """Allocate memory for one block of each group and lay it out as the daemon's slots are, layer after layer."""
-        shards = self._shards[rank]
-        sizes = [shard.blocks_per_key * sum(shard.page_bytes) for shard in shards]
+        layouts = self._layouts[rank]
+        sizes = [layout.blocks_per_key * sum(layout.page_bytes) for layout in layouts]
         memory = SharedMemory(max(1, sum(sizes)), "kvoffd-blocks")
         self._closing.append(memory)
         tensors: list[TensorLayout] = []
         groups: list[tuple[PageRef, ...]] = []
-        start, parts = 0, list[Bytes]()
-        for shard, size in zip(shards, sizes, strict=True):
-            parts.append(memory.view[start : start + size])
-            groups.append(tuple(PageRef(len(tensors) + at, nbytes) for at, nbytes in enumerate(shard.page_bytes)))
-            for nbytes in shard.page_bytes:
-                tensors.append(TensorLayout(0, start, nbytes, shard.blocks_per_key))
-                start += shard.blocks_per_key * nbytes
-        self._shard_memory.append(parts)
-        return Registration(rank, shards[0].blocks_per_key, (memory,), tuple(tensors), tuple(groups))
+        start, by_group = 0, list[Bytes]()
+        for layout, size in zip(layouts, sizes, strict=True):
+            by_group.append(memory.view[start : start + size])
+            groups.append(tuple(PageRef(len(tensors) + at, nbytes) for at, nbytes in enumerate(layout.page_bytes)))
+            for nbytes in layout.page_bytes:
+                tensors.append(TensorLayout(0, start, nbytes, layout.blocks_per_key))
+                start += layout.blocks_per_key * nbytes
+        self._shard_memory.append(by_group)
+        return Registration(rank, layouts[0].blocks_per_key, (memory,), tuple(tensors), tuple(groups))
 
     def get(
         self,
@@ -222,15 +235,16 @@ class BlockClient(Closing):
             with self._leased([key], group):  # brings it up from a tier, to compare it
                 if self._is_there(key, self._find(key, group), sums):
                     return False
-            for parts, data in zip(self._shard_memory, shards, strict=True):
-                parts[group][:] = data
+            for by_group, data in zip(self._shard_memory, shards, strict=True):
+                by_group[group][:] = data
             try:
                 results = self._copy(key, group, range(self.namespace.world_size))
             except BaseException:  # the shards of some ranks may be there
                 self._scheduler.invalidate([GroupKeys(group, key)])
                 raise
             # Nothing was copied if the daemon has the block by now, or another client is storing it.
-            has_copied, found = any(result.bytes for result in results), self._find(key, group)
+            has_copied = any(result.bytes for result in results)
+            found = self._find(key, group)
             if self._is_there(key, found, sums):
                 return has_copied
             if has_copied:  # the shards of some ranks
@@ -240,6 +254,7 @@ class BlockClient(Closing):
             if not was_accepted or time.monotonic() >= deadline:
                 break
             time.sleep(STORE_PAUSE_S)  # until another store of the key ends or is dropped
+        # What the last attempt found is the reason.
         raise KvoffdClientError(f"The block {key.hex()} was not stored. {_why_not_stored(found, results)}")
 
     def keys(self, prefix_of: Sequence[bytes] | None = None, *, group: int = 0, limit: int = 1024) -> Iterator[bytes]:
@@ -290,10 +305,10 @@ class BlockClient(Closing):
 
     def _layers(self, data: Bytes, group: int, rank: int) -> list[Bytes]:
         """Return the layers of a shard, [engine blocks of a key, bytes of a page]."""
-        shard, start, layers = self._shards[rank][group], 0, list[Bytes]()
-        for nbytes in shard.page_bytes:
-            end = start + shard.blocks_per_key * nbytes
-            layers.append(data[start:end].reshape(shard.blocks_per_key, nbytes))
+        layout, start, layers = self._layouts[rank][group], 0, list[Bytes]()
+        for nbytes in layout.page_bytes:
+            end = start + layout.blocks_per_key * nbytes
+            layers.append(data[start:end].reshape(layout.blocks_per_key, nbytes))
             start = end
         return layers
 
@@ -317,6 +332,7 @@ class BlockClient(Closing):
                 f"A block is a list of layers, or of lists of layers by rank, not {type(kv).__name__}; "
                 "give list(tensor) if its first dimension is the layers."
             )
+        # With one rank its layers may be given alone.
         is_by_rank = any(isinstance(one, list | tuple) for one in kv)
         if count > 1 and not is_by_rank:
             shown = f"[layers of rank 0, layers of rank 1{', ...' if count > 2 else ''}]"
@@ -329,17 +345,17 @@ class BlockClient(Closing):
             hint = "; give its list of layers alone" if count == 1 else ""
             raise ValueError(f"A block of this namespace has {shown}, not {len(ranks)}{hint}.")
         shards = []
-        for rank, (layers, parts) in enumerate(zip(ranks, self._shards, strict=True)):
-            spec = parts[group]
+        for rank, (layers, layouts) in enumerate(zip(ranks, self._layouts, strict=True)):
+            layout = layouts[group]
             if not isinstance(layers, list | tuple):
                 kind = type(layers).__name__
                 raise ValueError(f"The layers of rank {rank} are a list of tensors, not {kind}; give list(tensor).")
             given = [_bytes_of(layer) for layer in layers]
-            if len(given) != len(spec.page_bytes):
-                raise ValueError(f"Rank {rank} has {len(spec.page_bytes)} layers in group {group}, not {len(given)}.")
-            for number, (layer, nbytes) in enumerate(zip(given, spec.page_bytes, strict=True)):
-                if layer.size != (fits := spec.blocks_per_key * nbytes):
-                    raise ValueError(f"Layer {number} of rank {rank} has {fits} bytes, not {layer.size}.")
+            if len(given) != len(layout.page_bytes):
+                raise ValueError(f"Rank {rank} has {len(layout.page_bytes)} layers in group {group}, not {len(given)}.")
+            for number, (layer, nbytes) in enumerate(zip(given, layout.page_bytes, strict=True)):
+                if layer.size != (expected := layout.blocks_per_key * nbytes):
+                    raise ValueError(f"Layer {number} of rank {rank} has {expected} bytes, not {layer.size}.")
             shards.append(np.concatenate([np.empty(0, np.uint8), *given]))
         return shards
 
@@ -376,7 +392,7 @@ class BlockClient(Closing):
 
     def _read(self, key: bytes, group: int, rank: int) -> Bytes:
         """Load a shard; return its bytes, compared with its checksum. Raises as ``get``."""
-        for _ in range(READS):
+        for _ in range(READS):  # again if the block was replaced, after which its checksum is another
             with self._leased([key], group) as leased:
                 found = self._find(key, group)
                 if not leased.leading_ready() or not self._is_whole(found):
@@ -413,11 +429,13 @@ class BlockClient(Closing):
     def _copy(self, key: bytes, group: int, ranks: Sequence[int], lease_id: int | None = None) -> list[JobResult]:
         """Store a block from the memory of these ranks, or load it there; return each rank's result."""
         job_id, results = next(self._job_ids), list[JobResult]()
-        sole, workers = secrets.randbits(61) + 1, [self._workers[rank] for rank in ranks]
+        sole = secrets.randbelow(MAX_SOLE) + 1  # of all ranks of this store: see WorkerClient.submit
+        workers = [self._workers[rank] for rank in ranks]
         deadline = time.monotonic() + self._timeout_s
         try:
             for rank, worker in zip(ranks, workers, strict=True):
-                transfer = GroupTransfer.of([key], range(self._shards[rank][group].blocks_per_key), group)
+                transfer = GroupTransfer.of([key], range(self._layouts[rank][group].blocks_per_key), group)
+                # Not every rank loads, which would end the lease: _leased releases it.
                 worker.submit([Job(job_id, [transfer], lease_id, keep_lease=lease_id is not None)], sole)
             for worker in workers:
                 found: list[JobResult] = []

@@ -60,20 +60,23 @@ def export_segments(spans: Sequence[tuple[int, int]], driver: Cuda | None = None
     with _explained("The engine's GPU memory cannot be shared."):
         driver = driver if driver is not None else Cuda()
         driver.init()
-        devices = set()
+        gpus = set()
         with driver.context():
             for address, _ in spans:
                 with _explained(f"Address {address:#x} is not GPU memory."):
-                    devices.add(driver.pointer_attribute(cuda.POINTER_ATTRIBUTE_DEVICE_ORDINAL, address))
-        if len(devices) > 1:
-            raise NotExportable(f"The tensors are on {len(devices)} GPUs; register those of one GPU at a time.")
-        with driver.context(*devices):
-            return _export(driver, spans, driver.device_uuid(*devices))
+                    gpus.add(driver.pointer_attribute(cuda.POINTER_ATTRIBUTE_DEVICE_ORDINAL, address))
+        if len(gpus) > 1:
+            raise NotExportable(f"The tensors are on {len(gpus)} GPUs; register those of one GPU at a time.")
+        gpu = gpus.pop()
+        with driver.context(gpu):
+            return _export(driver, spans, driver.device_uuid(gpu))
 
 
 def _export(driver: Cuda, spans: Sequence[tuple[int, int]], uuid: bytes) -> list[GpuSegment]:
     ordinary: dict[int, int] = {}
+    """Sizes of ordinary allocations by address."""
     chunks: dict[int, int] = {}
+    """The same of the virtual memory API's."""
     for address, size in spans:
         # Memory of the virtual memory API has no IPC handle.
         has_handle = driver.pointer_attribute(cuda.POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE, address)

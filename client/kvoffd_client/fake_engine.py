@@ -17,7 +17,7 @@ from kvoffd_client.errors import DaemonUnavailable
 from kvoffd_client.memory import Registration, SharedMemory
 from kvoffd_client.namespace import NamespaceSpec
 from kvoffd_client.repeated_lookup import RepeatedLookup
-from kvoffd_client.scheduler_client import LookupFuture, SchedulerClient
+from kvoffd_client.scheduler_client import SchedulerClient
 from kvoffd_client.session import DEFAULT_OPTIONS, ClientOptions, Closing
 from kvoffd_client.worker_client import WorkerClient
 from kvoffd_proto.errors import ErrorCode
@@ -148,7 +148,7 @@ class FakeEngine(Closing):
             worker.store(job_id, [transfer])
         result = self._result(job_id, keys, timeout_s)
         for worker in self.workers:
-            worker.fence([job_id], 0.0)
+            worker.fence([job_id], 0.0)  # abandons what is too late
         return result
 
     def lookup(self, keys: Sequence[bytes], timeout_s: float = 10.0, peer: str = "") -> int:
@@ -161,14 +161,12 @@ class FakeEngine(Closing):
         self.release()
         if not keys:
             return 0
-        found = self._lookup.wait(lambda again: self._look_up(keys, peer, again=again), timeout_s)
+        asked = [GroupKeys(0, b"".join(keys))]
+        found = self._lookup.wait(lambda again: self.scheduler.lookup(asked, again, peer=peer), timeout_s)
         if found is None:
             self.release()
             return 0
         return found.leading_ready()
-
-    def _look_up(self, keys: Sequence[bytes], peer: str, *, again: bool) -> LookupFuture:
-        return self.scheduler.lookup([GroupKeys(0, b"".join(keys))], again, peer=peer)
 
     def load(self, keys: Sequence[bytes], block_ids: Sequence[int], timeout_s: float = 10.0) -> EngineResult:
         """Copy ``keys[i]``, pinned by the last lookup, into block ``block_ids[i]``, on all ranks. Raises as store().

@@ -18,7 +18,6 @@ HEALTH_S = 1.0
 MAX_HEALTH_BYTES = 1 << 20
 Level = Literal["ok", "degraded", "down"]
 
-
 Causes = list[tuple[str, str]]
 """Reason and sentence of each cause."""
 
@@ -34,7 +33,7 @@ def ask_health(directory: Path, timeout_s: float = HEALTH_S) -> tuple[str, Cause
             asking.setsockopt(zmq.LINGER, 0)
             asking.setsockopt(zmq.MAXMSGSIZE, MAX_HEALTH_BYTES)
             asking.connect(f"ipc://{path}")
-            asking.send(msgspec.msgpack.encode(("health", 1)))
+            asking.send(msgspec.msgpack.encode(("health", 1)))  # a Health with the id 1; below a HealthReply
             if not asking.poll(round(timeout_s * 1000)):
                 return None
             reply = msgspec.msgpack.decode(asking.recv(zmq.NOBLOCK), type=tuple[str, int, Level, Causes])

@@ -25,7 +25,7 @@ class LifelineStream:
     the other, the driver's perhaps last, and copies run until then. They have stopped when the process is gone.
 
     Attributes:
-        pid: the daemon's; 0 if it is in another pid namespace.
+        pid: the daemon's; 0 if it is in a pid namespace that this process does not see.
 
     Raises:
         OSError: nobody listens there, or the path cannot be a socket's.
@@ -52,7 +52,7 @@ class LifelineStream:
         if (pidfd := peer_pidfd(self._stream)) >= 0:
             return pidfd
         try:
-            pidfd = os.pidfd_open(self.pid)  # the pid is 0 if it is in an invisible pid namespace
+            pidfd = os.pidfd_open(self.pid)  # raises for 0
         except OSError:
             return -1
         poller = select.poll()
@@ -95,13 +95,13 @@ class LifelineStream:
 
     def leave(self) -> None:
         """Announce that the client is about to end the session on purpose."""
-        with suppress(OSError):  # the daemon has closed it, or does not read it
+        with suppress(OSError):  # the daemon has closed it or does not read it, or it is closed or shut down here
             self._stream.send(lifeline.encode_frame(lifeline.Leaving()), socket.MSG_NOSIGNAL)
 
     def stop_sending(self) -> None:
         """End the session and shut down writing; the daemon's end can still be read."""
         self.leave()
-        with suppress(OSError):  # the daemon has closed it already
+        with suppress(OSError):  # one of the two has closed it already
             self._stream.shutdown(socket.SHUT_WR)
 
     def released(self, now: float) -> bool:

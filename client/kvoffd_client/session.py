@@ -177,7 +177,8 @@ class Phase(Enum):
     HANDSHAKE = auto()
     """The session, its namespace and its registration are being opened."""
     OPEN = auto()
-    """All of these are open. The client is ``ready`` while the daemon answers; releases, for one, are sent anyway."""
+    """All of these are open. While the daemon does not answer the client is not ``ready``, but still sends what must
+    not be lost, such as releases."""
     DRAINING = auto()
     """The connection has ended, but the daemon may still access the client's memory."""
     CLOSED = auto()
@@ -190,9 +191,10 @@ class Session(Closing):
     """Base of the clients: connecting, requests and replies, disconnecting, reconnecting.
 
     Public methods are thread-safe, and block only if their names or docstrings say wait; ``close()`` waits for the
-    thread. ``on_`` and ``_`` methods and ``tick`` need the lock.
+    thread. ``on_`` and ``_`` methods, ``wake_at``, ``tick`` and ``disconnect`` need the lock.
 
     Args, besides those of SchedulerClient:
+        namespace: opened or joined in the handshake; None for none.
         transport: real sockets by default.
         rng: for lease ids and pauses.
 
@@ -223,7 +225,7 @@ class Session(Closing):
         self.role = role
         self.name = name[:128]
         self._software = software[:128]
-        self._to_open = namespace
+        self._namespace_to_open = namespace
         self._options = options
         self._rng = rng or random.Random()
         self.epoch = self.session_id = 0
@@ -235,7 +237,8 @@ class Session(Closing):
         self._responsive = True
         """False while a reply is overdue by more than ``unresponsive_after_s``."""
         self._problem = f"The client has not reached the kvoffd daemon in {self.directory} yet."
-        self._last_warning = ""
+        self._outage = ""
+        """Sentence that says why the daemon cannot be used; empty before the first attempt, and while it answers."""
         self._refusal_logged_at = -REFUSALS_LOGGED_S
         self._limits: m.Limits | None = None
         """The daemon's limits; None before Welcome."""
@@ -246,13 +249,15 @@ class Session(Closing):
         self._next_expiry = NEVER
         """Lower bound of the deadlines."""
         self._owed_since = NEVER
-        """Time of the oldest request since the last reply, or of that reply if requests are left without one; NEVER if
-        none is. It outlasts requests that fail for their time: without any reply the daemon is silent."""
+        """Time since which the daemon owes a reply: that of the last reply, or of the first request after it if none
+        was unanswered then; NEVER if it owes none. A request that times out is still owed one."""
         self._handshake_deadline = NEVER
         self._role_due = NEVER
         """Latest time for the next _role_tick."""
-        self._retry_at = self._open_since = 0.0
-        """Times of the next attempt and of the last success."""
+        self._retry_at = 0.0
+        """Time of the next attempt to connect."""
+        self._open_since = 0.0
+        """Time when the last session became open."""
         longest_s = options.backoff_max_s
         self._backoff = Backoff(BACKOFF_MIN_S, longest_s)
         """Pauses after connections that ended or failed in the handshake."""
@@ -281,7 +286,7 @@ class Session(Closing):
     @property
     def unreachable(self) -> bool:
         """Whether the last attempt to connect failed, the connection ended, or the daemon does not answer."""
-        return bool(self._last_warning)
+        return bool(self._outage)
 
     @property
     def credit_bytes(self) -> int:
@@ -293,7 +298,7 @@ class Session(Closing):
         return self._transport.wait(lambda: self.ready, timeout_s)
 
     def wait_settled(self, timeout_s: float) -> bool:
-        """As wait_ready(), but return at once if the daemon refuses this client; see ``refusal``."""
+        """As wait_ready(), but return as soon as the daemon refuses this client; see ``refusal``."""
         self._transport.wait(lambda: self.ready or self.refusal is not None, timeout_s)
         return self.ready
 
@@ -303,7 +308,7 @@ class Session(Closing):
         Call it before reading lookups in a thread that computes: such a thread can keep the GIL from the client's own
         thread for up to ``sys.getswitchinterval()``.
         """
-        self._transport.wait(bool, 0.0)
+        self._transport.wait(lambda: False, 0.0)
 
     def close(self) -> None:
         """End the session and the thread, in less than a second. Unanswered requests fail. Repeatable."""
@@ -315,13 +320,14 @@ class Session(Closing):
         """Return the latest time for the next tick()."""
         phase = self._phase
         if phase is Phase.OPEN:
-            return min(self._next_expiry, self._silent_at(), self._role_due)
+            return min(self._next_expiry, self._silence_due(), self._role_due)
         if phase is Phase.CLOSED:
             return NEVER
         return min(self._retry_at if phase is Phase.IDLE else self._handshake_deadline, self._role_due)
 
-    def _silent_at(self) -> float:
-        """Return when the client stops waiting for replies. During a handshake its deadline applies instead."""
+    def _silence_due(self) -> float:
+        """Return when the daemon's silence has its next consequence in an open session: first the client counts as not
+        connected, then it opens another session."""
         return self._owed_since + self._options.unresponsive_after_s * (1 if self._responsive else DEAF_AFTER)
 
     def tick(self, now: float) -> None:
@@ -331,14 +337,14 @@ class Session(Closing):
         if self._phase is Phase.IDLE and now >= self._retry_at:
             self._connect(now)
         if now >= self._handshake_deadline:
-            self.disconnect(self._problem, now)
+            self.disconnect(self._problem, now)  # the sentence of _connect
         if now >= self._next_expiry:
             self._expire(now)
-        if self._phase is Phase.OPEN and now >= self._silent_at():
+        if self._phase is Phase.OPEN and now >= self._silence_due():
             sentence = f"The kvoffd daemon in {self.directory} does not answer; continuing without it."
             if self._responsive:
                 self._responsive, self._problem = False, sentence
-                self._warn(sentence)
+                self._note_outage(sentence)
                 self._transport.notify()
             else:
                 self.disconnect(sentence, now)
@@ -355,10 +361,10 @@ class Session(Closing):
     ) -> KvoffdClientError | None:
         """Send a message; return the error if it cannot be sent.
 
-        ``callback`` is called once, perhaps before this returns, with the reply or the reason why there is none.
-        ``now`` and ``timeout_s`` are its time and its limit.
+        ``callback`` is called once, perhaps before this returns, with the reply or the reason why there is none. Only
+        with one: ``now`` is the time of the request, and ``timeout_s`` its limit, ``request_timeout_s`` by default.
         """
-        frame, limits, owed_since = encode(message), self._limits, self._owed_since
+        frame, limits, owed_before = encode(message), self._limits, self._owed_since
         refused: KvoffdClientError | None = None
         if limits is not None and len(frame) > limits.max_frame_bytes:
             sentence = f"The request has {len(frame)} bytes; the daemon's limit is {limits.max_frame_bytes}. Send less."
@@ -368,10 +374,10 @@ class Session(Closing):
                 deadline = now + (self._options.request_timeout_s if timeout_s is None else timeout_s)
                 self._pending[message.request_id] = deadline, callback
                 self._next_expiry = min(self._next_expiry, deadline)
-                self._owed_since = min(owed_since, now)
+                self._owed_since = min(owed_before, now)
             if not self._transport.send(frame):
                 self._pending.pop(message.request_id, None)
-                self._owed_since = owed_since
+                self._owed_since = owed_before
                 refused = DaemonUnavailable(f"The daemon in {self.directory} does not read its socket.")
         if callback is not None and refused is not None:
             callback(refused, now)
@@ -382,7 +388,7 @@ class Session(Closing):
         if self._phase is not Phase.OPEN and self._phase is not Phase.HANDSHAKE:
             return
         if not self._responsive:
-            self._responsive, self._last_warning = True, ""
+            self._responsive, self._outage = True, ""
         _, callback = self._pending.pop(reply.request_id, (0.0, None))
         self._owed_since = now if self._pending else NEVER
         if isinstance(reply, m.Error):
@@ -390,8 +396,8 @@ class Session(Closing):
             if callback is not None:
                 callback(refusal, now)
             else:
-                self._on_unexpected_refusal(reply, refusal, now)
-            if reply.code in ENDED_SESSION and self._phase in CONNECTED:
+                self._on_other_refusal(reply, refusal, now)
+            if reply.code in ENDED_SESSION and self._phase in CONNECTED:  # the callback may have disconnected
                 self.disconnect(str(refusal), now)
         elif callback is not None:
             callback(reply, now)
@@ -400,8 +406,8 @@ class Session(Closing):
         self._transport.notify()
 
     def _expire(self, now: float) -> None:
-        """Fail late requests. Ask for a sign of life if there are any, or if all have failed and no reply has come
-        since: a reply that was lost must not make the daemon seem silent."""
+        """Fail late requests, and send another Hello, which any daemon that lives answers: a reply that was lost must
+        not make it seem silent."""
         late = [request_id for request_id, (deadline, _) in self._pending.items() if deadline <= now]
         for request_id in late:
             _, callback = self._pending.pop(request_id, (0.0, None))
@@ -409,15 +415,16 @@ class Session(Closing):
                 callback(RequestTimeout("The kvoffd daemon did not answer in time; try again later."), now)
                 self._transport.notify()
         self._next_expiry = min((deadline for deadline, _ in self._pending.values()), default=NEVER)
-        owed = self._owed_since < NEVER and not self._pending
-        if (late or owed) and self._phase is Phase.OPEN:
+        is_owed = self._owed_since < NEVER and not self._pending  # the last Hello could not be sent: see below
+        if (late or is_owed) and self._phase is Phase.OPEN:
             self._send(self._hello(), now, lambda *_: None)
-            if not self._pending:  # the socket's queue is full: try again later
+            if not self._pending:  # the socket's queue is full: come here again
                 self._next_expiry = now + self._options.request_timeout_s
 
     # --- connecting ------------------------------------------------------------------------------
 
     def _connect(self, now: float) -> None:
+        """Open the lifeline. The daemon's Greeting on it begins the handshake."""
         try:
             self._transport.open()
         except OSError as error:
@@ -478,7 +485,7 @@ class Session(Closing):
 
     def _on_welcome(self, reply: m.Welcome, now: float) -> None:
         self._limits, self._credit_bytes = reply.limits, reply.credit_bytes
-        if (one := self._to_open) is None:
+        if (one := self._namespace_to_open) is None:
             self._become_open(now)
             return
         geometry = one.fingerprint, one.label, one.world_size, one.key_bytes, list(one.groups)
@@ -493,7 +500,7 @@ class Session(Closing):
     def _become_open(self, now: float) -> None:
         self._phase, self._open_since = Phase.OPEN, now
         self._handshake_deadline = NEVER
-        self.refusal, self._last_warning = None, ""
+        self.refusal, self._outage = None, ""
         self._refused_backoff.restart()
         log.info("%s is connected to the kvoffd daemon in %s", self.name, self.directory)
         self._transport.notify()
@@ -523,7 +530,7 @@ class Session(Closing):
             return
         if refusal is not None:
             backoff = self._refused_backoff
-        elif self._phase is Phase.IDLE:
+        elif self._phase is Phase.IDLE:  # the lifeline could not be opened
             backoff = self._absent_backoff
             self._refused_backoff.restart()  # the next daemon may accept this client
         else:
@@ -532,7 +539,7 @@ class Session(Closing):
                 backoff.restart()  # it was stable
         self._retry_at = now + backoff.take() * self._rng.uniform(0.5, 1.0)
         self.refusal = refusal
-        self._warn(sentence)
+        self._note_outage(sentence)
         drain = not released and self._phase in CONNECTED and self._must_drain()
         self._end(Phase.DRAINING if drain else Phase.IDLE, sentence, now)
 
@@ -552,13 +559,16 @@ class Session(Closing):
         self._role_disconnected(now)
         self._transport.notify()
 
-    def _warn(self, sentence: str) -> None:
-        """Log a sentence once per outage."""
-        if sentence != self._last_warning:
-            self._last_warning = sentence
-            log.warning("%s", sentence)
+    def _note_outage(self, sentence: str) -> None:
+        if sentence != self._outage:
+            self._outage = sentence
+            self._warn(sentence)
 
     # --- hooks for the roles ---------------------------------------------------------------------
+
+    def _warn(self, sentence: str) -> None:
+        """Log why the daemon cannot be used. Called once for each cause in an outage."""
+        log.warning("%s", sentence)
 
     def on_publication(self, topic: bytes, sequence: bytes, payload: bytes, now: float) -> None:
         """Handle a message from the events socket."""
@@ -569,7 +579,8 @@ class Session(Closing):
     def _on_attached(self, message: lifeline.Attached, now: float) -> None:
         self.disconnect("The daemon acknowledged a descriptor that was not sent.", now)
 
-    def _on_unexpected_refusal(self, reply: m.Error, refusal: RequestRefused, now: float) -> None:
+    def _on_other_refusal(self, reply: m.Error, refusal: RequestRefused, now: float) -> None:
+        """Handle the refusal of a message that has no callback, or whose request has timed out."""
         if now - self._refusal_logged_at >= REFUSALS_LOGGED_S:
             self._refusal_logged_at = now
             log.warning("The kvoffd daemon refused a message: %s", refusal)
@@ -580,9 +591,11 @@ class Session(Closing):
     def _role_disconnected(self, now: float) -> None:
         """Handle the end of the connection, and again the end of draining."""
 
-    def _role_tick(self, now: float) -> None: ...
+    def _role_tick(self, now: float) -> None:
+        """Do what is due at ``_role_due``, and set that. Also called earlier, and in every phase."""
 
     def _must_drain(self) -> bool:
+        """Return whether a connection that ends must wait until the daemon no longer accesses the memory."""
         return False
 
 

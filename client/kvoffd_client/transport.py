@@ -28,6 +28,7 @@ log = logging.getLogger("kvoffd_client")
 MESSAGES_PER_ROUND = 64
 """Messages read from each socket before the lock is released."""
 MAX_SLEEP_S = 3600.0
+"""``poll`` takes no infinite time."""
 CLOSE_S = 0.8
 """Time that close() waits for the thread."""
 ERROR_PAUSE_S = 0.05
@@ -134,27 +135,26 @@ class SocketTransport:
             while True:
                 with self.lock:
                     # Also before the first sleep: if this thread has computed since it sent the request, the
-                    # transport's thread may still be waiting for the GIL to read the reply. If an exception such as
-                    # KeyboardInterrupt ends it, the transport's thread reads the rest.
+                    # transport's thread may still be waiting for the GIL to read the reply.
                     self._reader_fd, unread = wake_fd, True
                     try:
                         unread = self._receive()
                     finally:
                         self._reader_fd = None
-                        if unread:
+                        if unread:  # also if an exception such as KeyboardInterrupt ended _receive
                             self._wake_thread()
                     now = time.monotonic()
                     if (done := ready()) or self._closed or now >= deadline:
                         return done
-                    if wake_fd == NO_WAKE_FD:
+                    if wake_fd == NO_WAKE_FD:  # this is the first sleep
                         if self._idle_wakers:
                             wake_fd, poller = self._idle_wakers.pop()
                         else:
                             wake_fd, poller = self._new_waker()
                         self._waiting_fds.append(wake_fd)
                         self._messages_for_thread.modify(self._messages.fileno(), 0)  # this thread reads messages
-                woken = poller.poll(0) if unread else self._poll(poller, deadline)
-                if (wake_fd, select.POLLIN) in woken:
+                woken_by = poller.poll(0) if unread else self._poll(poller, deadline)
+                if (wake_fd, select.POLLIN) in woken_by:
                     os.eventfd_read(wake_fd)
         finally:
             if wake_fd != NO_WAKE_FD:
@@ -168,6 +168,7 @@ class SocketTransport:
                             self._messages_for_thread.modify(self._messages.fileno(), select.EPOLLIN)
 
     def _new_waker(self) -> tuple[int, select.poll]:
+        """Return an eventfd for a thread that waits, and the poll over it and the sockets."""
         wake_fd = os.eventfd(0, os.EFD_CLOEXEC)
         return wake_fd, poller_of(wake_fd, self._messages.fileno())
 
@@ -177,7 +178,7 @@ class SocketTransport:
             with self.lock:
                 if self._closed:
                     return ready()
-                poller, pause_s = self._work([])
+                poller, pause_s = self._work()
                 now = time.monotonic()
                 if (done := ready()) or now >= deadline:
                     return done
@@ -188,8 +189,8 @@ class SocketTransport:
         now = time.monotonic()
         busy_until = min(now + BUSY_WAIT_S, deadline)
         while self._busy_wait_from <= now < busy_until:
-            if woken := poller.poll(0):
-                return woken
+            if woken_by := poller.poll(0):
+                return woken_by
             os.sched_yield()  # to the threads that deliver the reply
             began, now = now, time.monotonic()
             if now - began > LONG_YIELD_S:
@@ -202,7 +203,7 @@ class SocketTransport:
             os.eventfd_write(self._wake_fd, 1)
 
     def stop(self) -> None:
-        if isinstance(self.lock, _ParentsLock):
+        if isinstance(self.lock, _ParentsLock):  # in a forked child
             return
         with self.lock:
             if not self._closed:
@@ -269,14 +270,11 @@ class SocketTransport:
         return True
 
     def disconnect(self, *, drain: bool) -> None:
-        stream = self._stream
-        if stream is not None and drain and not self._draining:
+        if self._stream is not None and drain:
             self._draining = True
-            if not stream.ended:
-                stream.stop_sending()
-        elif stream is not None:
-            if not self._draining:
-                stream.leave()
+            self._stream.stop_sending()
+        elif self._stream is not None:
+            self._stream.leave()
             self._close_stream()
         # An open jobs socket would connect to the next daemon and deliver old requests there.
         for fd, connected in self._sockets.items():
@@ -286,6 +284,7 @@ class SocketTransport:
         self._sockets.clear()
 
     def notify(self) -> None:
+        # The thread that calls this and reads the sockets sees the change itself.
         for fd in self._waiting_fds:
             if fd != self._reader_fd:
                 os.eventfd_write(fd, 1)
@@ -300,7 +299,10 @@ class SocketTransport:
     # --- reading, with the lock held -------------------------------------------------------------
 
     def _receive(self) -> bool:
-        """Drain the sockets, up to MESSAGES_PER_ROUND messages each; True if some may be left. An error disconnects."""
+        """Drain the sockets, up to MESSAGES_PER_ROUND messages each; True if some may be left. An error disconnects.
+
+        A reply has one frame; a publication has three: topic, number and payload.
+        """
         session, jobs, unread = self._session, self._jobs, False
         try:
             for connected in list(self._sockets.values()):
@@ -330,7 +332,7 @@ class SocketTransport:
             for message in stream.read():
                 if not self._draining:
                     session.on_lifeline_message(message, now)
-                if stream is not self._stream:  # the message closed it
+                if stream is not self._stream:  # the message ended the session
                     return
         except LifelineError as error:
             session.disconnect(f"The server in {session.directory} is not a kvoffd daemon: {error}", now)
@@ -356,12 +358,12 @@ class SocketTransport:
     # --- the thread ------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        ended: list[int] = []
+        woken_by: list[int] = []
         while not self._closed:
             try:
                 with self.lock:
-                    poller, pause_s = self._work(ended)
-                ended = self._sleep(poller, pause_s)
+                    poller, pause_s = self._work(woken_by)
+                woken_by = self._sleep(poller, pause_s)
             except Exception as error:
                 with self.lock:
                     self._sleeping_until, self._reader_fd = 0.0, None
@@ -370,21 +372,23 @@ class SocketTransport:
         with self.lock:
             self._shut()
 
-    def _work(self, ended: list[int]) -> tuple[select.poll, float]:
+    def _work(self, woken_by: Sequence[int] | None = None) -> tuple[select.poll, float]:
         """Do what is due, with the lock held; return the poll for the next sleep, and its maximal length.
 
-        ``ended``: descriptors that ended the last sleep.
+        ``woken_by``: descriptors that ended the last sleep; None if this is not called after each sleep.
         """
         self._sleeping_until, self._reader_fd = 0.0, NO_WAKE_FD
         # Completions before EOF: those that arrived before the daemon died count.
         self._receive()
         now = time.monotonic()
-        if self._stream is not None and (self._draining or not self._threaded or self._stream.fileno() in ended):
-            self._read_lifeline(self._stream, now)
+        stream = self._stream
+        # Draining may end by time alone.
+        if stream is not None and (woken_by is None or stream.fileno() in woken_by or self._draining):
+            self._read_lifeline(stream, now)
         self._session.tick(now)
         unread = self._receive()  # last: see the rule in the class's docstring
         self._reader_fd = None
-        stream = self._stream
+        stream = self._stream  # perhaps another one
         wake_at = min(self._session.wake_at(), NEVER if stream is None else stream.wake_at())
         pause_s = 0.0 if unread or self._closed else min(max(0.0, wake_at - now), MAX_SLEEP_S)
         self._sleeping_until = now + pause_s
@@ -393,12 +397,13 @@ class SocketTransport:
 
     def _sleep(self, poller: select.poll, pause_s: float) -> list[int]:
         """Return the descriptors that ended the sleep."""
-        ended = [fd for fd, _ in poller.poll(pause_s * 1000)]
-        if self._wake_fd in ended:
+        woken_by = [fd for fd, _ in poller.poll(pause_s * 1000)]
+        if self._wake_fd in woken_by:
             os.eventfd_read(self._wake_fd)
-        return ended
+        return woken_by
 
     def _shut(self) -> None:
+        """Close all descriptors, for the last thread that uses them."""
         self.disconnect(drain=False)
         self._context.term()
         self._messages_for_thread.close()

@@ -48,7 +48,8 @@ LOAD_WAIT_S = 10.0
 JOB_PATIENCE_S = 1.0
 """Age of a job after which the client asks for its result, and the interval of further requests."""
 DARK_PATIENCE_S = 0.02
-"""The same while results come only when asked for: without the events socket every load would take JOB_PATIENCE_S."""
+"""The same while results come only when asked for, as the events socket delivers none: every load would take
+JOB_PATIENCE_S."""
 FIRST_PART_ID = 2**62
 """First id of parts of large jobs; other jobs have ids below."""
 
@@ -59,7 +60,7 @@ SUBMIT_BYTES, JOB_BYTES, TRANSFER_BYTES = 96, 19, 48
 
 
 class Size(NamedTuple):
-    """Number of keys of a job or message, and its bytes in a frame at most."""
+    """Number of keys of a job or message, and the most bytes that it has in a frame."""
 
     keys: int
     nbytes: int
@@ -91,14 +92,19 @@ class Job:
     keep_lease: bool = False
 
     @property
+    def is_store(self) -> bool:
+        return self.lease_id is None
+
+    @property
     def keys(self) -> list[m.GroupKeys]:
+        """The keys of each group, as results have them."""
         return [m.GroupKeys(one.group, one.keys) for one in self.groups]
 
     def check(self, namespace: NamespaceSpec, blocks_per_key: int) -> None:
         """Raise ValueError if it cannot be a job of a worker of this namespace."""
         if not is_int(self.job_id) or not 0 <= self.job_id < FIRST_PART_ID:
             raise ValueError(f"Job ids are numbers from 0 to {FIRST_PART_ID - 1}; {self.job_id!r} is not.")
-        lease_id, is_store = self.lease_id, self.lease_id is None
+        lease_id = self.lease_id
         if lease_id is not None and (not is_int(lease_id) or not m.MIN_LEASE_ID <= lease_id <= m.MAX_LEASE_ID):
             raise ValueError(f"The load {self.job_id} has no lease of a lookup, but {lease_id!r}.")
         if not isinstance(self.keep_lease, bool):
@@ -113,18 +119,19 @@ class Job:
             blocks, first = len(one.block_ids) // m.BLOCK_ID_BYTES, one.first_block
             if not is_int(first):
                 raise ValueError(f"first_block is an int, not {type(first).__name__}.")
-            if (count or blocks or first) and not m.blocks_fit(count, blocks, first, blocks_per_key, store=is_store):
+            is_empty = not (count or blocks or first)
+            if not is_empty and not m.blocks_fit(count, blocks, first, blocks_per_key, store=self.is_store):
                 raise ValueError(
                     f"{blocks} block ids from block {first} on do not fit {count} keys of {blocks_per_key} blocks each."
                 )
             tokens = count * namespace.groups[one.group].tokens_per_block * m.TOKEN_ID_BYTES
-            for field, what, whole in (
+            for field, what, nbytes in (
                 (one.parents, "parents", len(one.keys)),
                 (one.tokens, "tokens", tokens),
                 (one.before, "the key before them", namespace.key_bytes),
             ):
-                if not isinstance(field, bytes) or len(field) not in (0, whole):
-                    raise ValueError(f"{count} keys have {whole} bytes of {what}, or none, not {field[:80]!r}.")
+                if not isinstance(field, bytes) or len(field) not in (0, nbytes):
+                    raise ValueError(f"{count} keys have {nbytes} bytes of {what}, or none, not {field[:80]!r}.")
             keys += count
         if not keys:
             raise ValueError(f"The job {self.job_id} has no keys; leave it out.")
@@ -143,22 +150,24 @@ class Job:
 
         Only the last one ends the lease: the daemon has accepted the others by then, and they pin their blocks.
         """
-        key_bytes, is_store = namespace.key_bytes, self.lease_id is None
+        key_bytes = namespace.key_bytes
         parts: list[list[GroupTransfer]] = [[]]
         left = in_new_part = Size(most.keys, most.nbytes - _empty_job_bytes(namespace))
         """Space in the last part, and in one without keys."""
         for one in self.groups:
             count, begin = len(one.keys) // key_bytes, 0
             while begin < count:
-                each = key_bytes + blocks_per_key * m.BLOCK_ID_BYTES + (len(one.parents) + len(one.tokens)) // count
-                fitting = min(left.keys, (left.nbytes - TRANSFER_BYTES) // each, count - begin)
+                bytes_of_key = (
+                    key_bytes + blocks_per_key * m.BLOCK_ID_BYTES + (len(one.parents) + len(one.tokens)) // count
+                )
+                fitting = min(left.keys, (left.nbytes - TRANSFER_BYTES) // bytes_of_key, count - begin)
                 if fitting < 1 and parts[-1]:
                     parts.append([])
                     left = in_new_part
-                    continue
+                    continue  # with the same keys
                 end = begin + max(1, fitting)
-                parts[-1].append(_slice(one, begin, end, key_bytes, blocks_per_key, is_store=is_store))
-                left = Size(left.keys - (end - begin), left.nbytes - TRANSFER_BYTES - (end - begin) * each)
+                parts[-1].append(_slice(one, begin, end, key_bytes, blocks_per_key, is_store=self.is_store))
+                left = Size(left.keys - (end - begin), left.nbytes - TRANSFER_BYTES - (end - begin) * bytes_of_key)
                 begin = end
         return [
             Job(first_id + number, part, self.lease_id, self.keep_lease or part is not parts[-1])
@@ -167,8 +176,8 @@ class Job:
 
 
 def _empty_job_bytes(namespace: NamespaceSpec) -> int:
-    """Return the most bytes that a job without keys adds to a frame: the columns of each group have three counts, and
-    the key before, of each job of the message."""
+    """Return the most bytes that a job without keys adds to a frame: a message has, for each group, three counts and
+    one key (``before``) of each of its jobs."""
     return JOB_BYTES + len(namespace.groups) * (3 * m.COUNT_BYTES + namespace.key_bytes)
 
 
@@ -200,7 +209,7 @@ def batches_of(jobs: Iterable[tuple[Job, Size]], limits: m.Limits) -> list[list[
     """Whether the stores of each group in the last batch have parents, and tokens."""
     for job, size in jobs:
         total = Size(total.keys + size.keys, total.nbytes + size.nbytes)
-        stored = job.groups if job.lease_id is None else ()
+        stored = job.groups if job.is_store else ()
         kinds = {one.group: (bool(one.parents), bool(one.tokens)) for one in stored}
         full = not total.fits(most) or any(has_tokens.get(group, kind) != kind for group, kind in kinds.items())
         if not batches or full or len(batches[-1]) == limits.max_jobs_per_message:
@@ -216,26 +225,27 @@ def submit_of(
 ) -> m.Submit:
     """Return the message with these jobs: for each group the blocks of all stores, and those of all loads.
 
-    Either all stores of a group have tokens, or none has.
+    Either all stores of a group have tokens, or none has. ``acknowledged``: number up to which the client has all
+    completions. ``sole``: see ``WorkerClient.submit``.
     """
-    stores = [job for job in jobs if job.lease_id is None]
-    loads = [job for job in jobs if job.lease_id is not None]
-    of_stores, of_loads = list[m.GroupBlocks](), list[m.GroupBlocks]()
-    for batch, found in (stores, of_stores), (loads, of_loads):
-        by_group: dict[int, list[tuple[int, GroupTransfer]]] = {}
-        for number, job in enumerate(batch):
-            for one in job.groups:
-                by_group.setdefault(one.group, []).append((number, one))
-        found += [m.GroupBlocks.of(group, len(batch), key_bytes, parts) for group, parts in by_group.items()]
+    stores, loads = [job for job in jobs if job.is_store], [job for job in jobs if not job.is_store]
     leases, keep = [load.lease_id or 0 for load in loads], [load.keep_lease for load in loads]
     return m.Submit(
         request_id,
         registration_id,
-        m.Stores([store.job_id for store in stores], of_stores),
-        m.Loads([load.job_id for load in loads], leases, keep, of_loads),
+        m.Stores([store.job_id for store in stores], _blocks_by_group(stores, key_bytes)),
+        m.Loads([load.job_id for load in loads], leases, keep, _blocks_by_group(loads, key_bytes)),
         acknowledged,
         sole,
     )
+
+
+def _blocks_by_group(jobs: Sequence[Job], key_bytes: int) -> list[m.GroupBlocks]:
+    by_group: dict[int, list[tuple[int, GroupTransfer]]] = {}
+    for number, job in enumerate(jobs):
+        for one in job.groups:
+            by_group.setdefault(one.group, []).append((number, one))
+    return [m.GroupBlocks.of(group, len(jobs), key_bytes, parts) for group, parts in by_group.items()]
 
 
 ONE_IS_WRONG = (ErrorCode.BAD_KEYS, ErrorCode.BAD_BLOCK_IDS)
@@ -243,7 +253,13 @@ ONE_IS_WRONG = (ErrorCode.BAD_KEYS, ErrorCode.BAD_BLOCK_IDS)
 
 
 class Sent(NamedTuple):
-    """The job or part of one that was sent and has no result, the id of the caller's job, and its message's fields."""
+    """A job, or part of one, that was sent and has no result.
+
+    Attributes:
+        job: with the id that it has on the wire.
+        of_job: id of the caller's job, which is the same unless the job was split.
+        request_id, sole: fields of its message.
+    """
 
     job: Job
     of_job: int
@@ -253,7 +269,8 @@ class Sent(NamedTuple):
 
 @dataclass(slots=True)
 class Unfinished:
-    """A job without a result. ``parts``: how many of it have not ended; ``so_far``: merged results of the others."""
+    """A caller's job without a result. ``parts``: how many of it have not ended; ``so_far``: merged results of the
+    others."""
 
     job: Job
     sent_at: float
@@ -290,6 +307,7 @@ class WorkerClient(Session):
         self._registration_id = b""
         self.memory_on_gpu = registration.on_gpu
         self._fds: list[int] = []
+        """Descriptors of the memory, of which ``_attached_count`` have arrived in the daemon."""
         self._attached_count = 0
         self._jobs: dict[int, Unfinished] = {}
         """Jobs without a result by id, oldest first."""
@@ -304,7 +322,9 @@ class WorkerClient(Session):
         self._ahead: set[int] = set()
         """Later numbers that have arrived."""
         self._asking = False
+        """Whether a ``Results`` request is unanswered."""
         self._patience_s = JOB_PATIENCE_S
+        """Either JOB_PATIENCE_S or DARK_PATIENCE_S."""
         self._transport.start(self)
 
     # --- for any thread --------------------------------------------------------------------------
@@ -351,12 +371,12 @@ class WorkerClient(Session):
             if not self.ready or limits is None:
                 self._refuse(jobs, ErrorCode.SESSION_ENDED)
                 return
-            self._role_due = min(self._role_due, now + self._patience_s)
+            self._role_due = min(self._role_due, now + self._patience_s)  # when to ask for results
             left, refused_jobs = limits.max_jobs_in_flight - len(self._sent), list[Job]()
             parts_of: dict[int, list[tuple[Job, Size]]] = {}
             """Parts of each accepted job, by its id."""
             # Loads first: a prompt whose load is refused is computed, a store comes again with the next such prompt.
-            for job in sorted(jobs, key=lambda one: one.lease_id is None):
+            for job in sorted(jobs, key=lambda one: one.is_store):
                 parts = self._cut(job, limits)
                 if len(parts) > left:
                     refused_jobs.append(job)
@@ -366,7 +386,7 @@ class WorkerClient(Session):
                 self._jobs[job.job_id] = Unfinished(job, now, len(parts))
             if refused_jobs:
                 self._refuse(refused_jobs, ErrorCode.TOO_MANY)
-            all_parts = [part for job in jobs for part in parts_of.get(job.job_id, ())]
+            all_parts = [part for job in jobs for part in parts_of.get(job.job_id, ())]  # in the caller's order
             job_ids = {part.job_id: job_id for job_id, parts in parts_of.items() for part, _ in parts}
             for batch in batches_of(all_parts, limits):
                 self._send_jobs(batch, job_ids, sole)
@@ -375,7 +395,7 @@ class WorkerClient(Session):
         """Return the results since the last call, including those that have arrived and were not read yet."""
         if not self._jobs and not self._results:  # vLLM asks in every step
             return []
-        self._transport.wait(bool, 0.0)
+        self.poll()
         with self._transport.lock:
             taken, self._results = self._results, []
         return taken
@@ -420,7 +440,7 @@ class WorkerClient(Session):
         False if the daemon did not confirm that in time, or gives no sign of life. Then the session ends, and the
         memory is released by the daemon's clean-up or death. The client accepts no jobs afterwards.
         """
-        outcome: list[bool] = []
+        outcome: list[bool] = []  # empty until it is known
         with self._transport.lock:
             asked_at = self._transport.now()
             self._unregister(outcome, asked_at, timeout_s)
@@ -438,7 +458,8 @@ class WorkerClient(Session):
         silence_s = min(silence_s, timeout_s)
         if self._transport.wait(ready, silence_s):
             return True
-        has_replied = self._owed_since > asked_at  # the request set it to this time at most, each reply to a later one
+        # The request set it to ``asked_at`` at most, each reply to a later time, or to NEVER.
+        has_replied = self._owed_since > asked_at
         return has_replied and self._transport.wait(ready, timeout_s - silence_s)
 
     def close(self) -> None:
@@ -513,7 +534,7 @@ class WorkerClient(Session):
     def _has_any(self, job_ids: Iterable[int], *, loads: bool = True) -> bool:
         """Return whether any of the jobs has no result; with ``loads=False``, any of the stores among them."""
         jobs = self._jobs
-        return any(job_id in jobs and (loads or jobs[job_id].job.lease_id is None) for job_id in job_ids)
+        return any(job_id in jobs and (loads or jobs[job_id].job.is_store) for job_id in job_ids)
 
     def _abandon_stores(self, job_ids: Iterable[int], now: float) -> None:
         """Disconnect if any of these stores has no result: none is committed, and all fail at once."""
@@ -521,6 +542,7 @@ class WorkerClient(Session):
             self.disconnect("Running stores were abandoned; reconnecting.", now)
 
     def _unregister(self, outcome: list[bool], now: float, timeout_s: float) -> None:
+        """End the registration. Once it is known, append to ``outcome`` whether the daemon has released the memory."""
         self._wanted, self._problem = False, "The registration was ended."
         if self._phase is not Phase.OPEN:
             if self._phase in CONNECTED:
@@ -539,7 +561,7 @@ class WorkerClient(Session):
     # --- registering -----------------------------------------------------------------------------
 
     def _on_namespace_opened(self, reply: m.NamespaceOpened, now: float) -> None:
-        if not self._wanted:
+        if not self._wanted:  # there is nothing to register any more
             self._become_open(now)
             return
         self._attached_count = 0
@@ -554,6 +576,10 @@ class WorkerClient(Session):
         self._attach_or_register(now)
 
     def _attach_or_register(self, now: float) -> None:
+        """Send the next descriptor, or Register once the daemon has all.
+
+        The next one goes out when the last has arrived: ``_on_attached``.
+        """
         # One at a time, to keep the stream's buffer and the kernel's count of descriptors in flight small.
         if self._attached_count < len(self._fds):
             try:
@@ -613,8 +639,10 @@ class WorkerClient(Session):
         self._send(message, now, lambda reply, reply_now: self._on_results(asked, reply, reply_now))
 
     def _on_results(self, asked: int, reply: ReplyOrError, now: float) -> None:
+        """Handle the answer to the ``Results`` request with the id ``asked``."""
         self._asking = False
         if isinstance(reply, m.ResultsReply):
+            # It has completions that were published, and did not arrive.
             if any(batch.sequence > self._sequence for batch in reply.batches):
                 self._patience_s = DARK_PATIENCE_S
             for batch in reply.batches:
@@ -626,10 +654,11 @@ class WorkerClient(Session):
         elif not isinstance(reply, KvoffdClientError):
             self.disconnect(f"The daemon answered Results with {type(reply).__name__}.", now)
 
-    def _on_unexpected_refusal(self, reply: m.Error, refusal: RequestRefused, now: float) -> None:
+    def _on_other_refusal(self, reply: m.Error, refusal: RequestRefused, now: float) -> None:
+        """Handle the refusal of a Submit, which has no callback: results answer it."""
         refused = {job_id: sent for job_id, sent in self._sent.items() if sent.request_id == reply.request_id}
         if not refused:
-            super()._on_unexpected_refusal(reply, refusal, now)
+            super()._on_other_refusal(reply, refusal, now)
         elif len(refused) > 1 and reply.code in ONE_IS_WRONG and self._phase is Phase.OPEN:
             # The daemon has begun none of them: each goes out alone, so that the wrong one fails alone.
             for job_id, sent in refused.items():
@@ -647,7 +676,7 @@ class WorkerClient(Session):
         self._sequence, self._ahead, self._role_due = 0, set(), NEVER
         # Loads may still write until the daemon has released the memory or is gone.
         is_draining = self._phase is Phase.DRAINING
-        ended = [job_id for job_id, sent in self._sent.items() if not is_draining or sent.job.lease_id is None]
+        ended = [job_id for job_id, sent in self._sent.items() if not is_draining or sent.job.is_store]
         self._fail_sent(ended, ErrorCode.SESSION_ENDED)
 
     def _must_drain(self) -> bool:
@@ -655,12 +684,16 @@ class WorkerClient(Session):
         return bool(self._jobs)
 
     def _role_tick(self, now: float) -> None:
-        stores_only = bool(self._sent) and all(sent.job.lease_id is None for sent in self._sent.values())
-        if stores_only and not self._responsive and self._phase is Phase.OPEN:
+        has_no_load = all(sent.job.is_store for sent in self._sent.values())
+        if has_no_load and not self._responsive and self._phase is Phase.OPEN:
             self._abandon_stores(self._jobs, now)  # an engine that pauses waits until no store runs
+        if now < self._role_due:
+            return
+        if not self._jobs:
+            self._role_due = NEVER
+            return
+        oldest = next(iter(self._jobs.values()))
+        self._role_due = oldest.sent_at + self._patience_s
         if now >= self._role_due:
-            oldest = next(iter(self._jobs.values()), None)
-            self._role_due = NEVER if oldest is None else oldest.sent_at + self._patience_s
-            if now >= self._role_due:
-                self._role_due = now + self._patience_s
-                self._ask_for_results(now)
+            self._role_due = now + self._patience_s
+            self._ask_for_results(now)

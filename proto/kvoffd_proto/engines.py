@@ -21,6 +21,7 @@ class Engine:
     schedulers: int = 0
     workers: int = 0
     pids: list[int] = field(default_factory=list)
+    """All of ``processes``, each once."""
     software: str = ""
     idle_seconds: float = 0.0
     leases: int = 0
@@ -35,31 +36,32 @@ class Engine:
     """Its report of why it stores and loads nothing; empty if it does."""
 
 
+# Fields of ``SessionInfo`` whose sum the engine has.
 SUMMED = ("leases", "pinned_bytes", "jobs", "registered_bytes", "stored_bytes", "loaded_bytes")
 
 
 def engines_of(found: Sequence[SessionInfo], labels: Mapping[bytes, str] = MappingProxyType({})) -> list[Engine]:
     """Return the engines among the sessions: a worker joins the scheduler of its name, if possible its process."""
-    rows: list[Engine] = []
+    engines: list[Engine] = []
     for one in sorted(found, key=lambda one: one.role != Role.SCHEDULER):  # so that workers find theirs
         if one.role not in (Role.SCHEDULER, Role.WORKER):
             continue
         name = engine_name(one.name, one.role)
-        same_name = [each for each in rows if (each.name, each.namespaces) == (name, one.namespaces)]
+        same_name = [each for each in engines if (each.name, each.namespaces) == (name, one.namespaces)]
         if one.role == Role.WORKER and same_name:
-            row = min(same_name, key=lambda each: (one.pid not in each.pids, each.workers))
+            engine = min(same_name, key=lambda each: (one.pid not in each.pids, each.workers))
         else:
-            row = Engine(name, one.namespaces, [labels.get(each, "") for each in one.namespaces])
-            row.software, row.idle_seconds = one.software, one.idle_seconds
-            rows.append(row)
-        row.schedulers += one.role == Role.SCHEDULER
-        row.workers += one.role == Role.WORKER
-        row.idle_seconds = min(row.idle_seconds, one.idle_seconds)
-        row.problem = row.problem or one.problem
-        if one.pid and one.pid not in row.pids:
-            row.pids.append(one.pid)
-        if one.pid and one.role and one.pid not in (own := row.processes.setdefault(str(one.role), [])):
-            own.append(one.pid)
-        for name in SUMMED:
-            setattr(row, name, getattr(row, name) + getattr(one, name))
-    return rows
+            engine = Engine(name, one.namespaces, [labels.get(each, "") for each in one.namespaces])
+            engine.software, engine.idle_seconds = one.software, one.idle_seconds
+            engines.append(engine)
+        engine.schedulers += one.role == Role.SCHEDULER
+        engine.workers += one.role == Role.WORKER
+        engine.idle_seconds = min(engine.idle_seconds, one.idle_seconds)
+        engine.problem = engine.problem or one.problem
+        if one.pid and one.pid not in engine.pids:
+            engine.pids.append(one.pid)
+        if one.pid and one.pid not in (of_role := engine.processes.setdefault(str(one.role), [])):
+            of_role.append(one.pid)
+        for field_name in SUMMED:
+            setattr(engine, field_name, getattr(engine, field_name) + getattr(one, field_name))
+    return engines

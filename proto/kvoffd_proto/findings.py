@@ -21,7 +21,7 @@ from kvoffd_proto import verdict
 from kvoffd_proto.admin import NamespaceInfo, SessionInfo
 from kvoffd_proto.engines import engines_of
 from kvoffd_proto.messages import BENCH_LABEL, Role
-from kvoffd_proto.namespace_differences import explain, fields_of_description
+from kvoffd_proto.namespace_differences import explain, fields_of_description, how_they_differ
 from kvoffd_proto.stats import engine_name, namespace_name
 from kvoffd_proto.units import (
     count_blocks,
@@ -35,6 +35,7 @@ from kvoffd_proto.units import (
 )
 
 MIN_ERRORS = 20
+"""Least number of failed requests, jobs, keys or blocks for a finding."""
 MANY_POINTS = 10.0
 """Percentage points of prompts' tokens, or of the hit ratio, that justify a warning."""
 MIN_BRANCHES = 20
@@ -52,6 +53,7 @@ THRASH_SHARE = 0.2
 LOOP_BLOCKED_S = 0.05
 """Largest normal 99th percentile of the event loop's delay."""
 AT_QUOTA = 0.9
+"""Share of its quota from which a namespace has used it up."""
 SHORT_LIFE_S = 3600.0
 """A full disk that is overwritten in less time is too small."""
 LONG_ENOUGH_S = 3600.0
@@ -66,7 +68,9 @@ CONNECTING_S = 60.0
 ENGINE_PREFIX = "vllm:"
 """Beginning of the names of vLLM's engines."""
 HUGE_PAGES_FROM_BYTES = 8 << 30
+"""Size of a pool from which small pages matter."""
 REMOTE_SHARE = 0.1
+"""Share of slots on another NUMA node than their GPU that justifies a finding."""
 AGREE = 1.1
 """Tolerance between counters of engine and daemon, which are not read at the same time."""
 
@@ -220,11 +224,12 @@ class Facts:
 
     @property
     def counted(self) -> list[s.NamespaceStats]:
-        """Namespaces of engines, without those of benches."""
+        """Statistics of the namespaces of engines, without those of benches."""
         return [one for one in self.stats.namespaces if not one.of_bench]
 
     @property
     def known(self) -> list[NamespaceInfo]:
+        """Descriptions of these namespaces."""
         return [one for one in self.namespaces if not one.label.startswith(BENCH_LABEL)]
 
 
@@ -274,10 +279,11 @@ def failing_copies(stats: s.DaemonStats) -> Iterator[tuple[str, s.CopyStats]]:
     """Yield stores and loads if many failed in the last hour, but not stores refused mostly by quotas, which health
     reports."""
     causes = stats.last_hour.no_space_causes
+    mostly_quotas = bool(causes) and max(causes, key=causes.__getitem__) == "quota"
     for name, copies in (("store", stats.store), ("load", stats.load)):
-        failed, refused = copies.last_hour_failed_jobs, name == "store" and causes
-        if refused and max(causes, key=causes.__getitem__) == "quota":
+        if name == "store" and mostly_quotas:
             continue
+        failed = copies.last_hour_failed_jobs
         if failed >= MIN_ERRORS and failed > ERROR_SHARE * copies.last_hour_jobs:
             yield name, copies
 
@@ -311,8 +317,8 @@ def _missing_workers(facts: Facts, sessions: Sequence[SessionInfo]) -> Iterator[
         has_scheduler = len(own) > all_workers
         if not has_scheduler or any(one.problem for one in own):
             continue
-        # Workers are those of one engine if they have their scheduler's name. Other engines may be several, or one.
-        of_engines = (row.workers for row in engines_of(own) if row.schedulers and row.workers)
+        # An engine's workers are known by its scheduler's name. If none have one, all may be those of a single engine.
+        of_engines = (engine.workers for engine in engines_of(own) if engine.schedulers and engine.workers)
         workers = min(of_engines, default=all_workers)
         if workers < info.world_size and min(one.age_seconds for one in own) > CONNECTING_S:
             name = namespace_name(info.label, info.namespace)
@@ -368,8 +374,10 @@ def memory(facts: Facts) -> Iterator[Finding]:
     if facts.swapped_bytes:
         yield finding("swapped", f"{format_size(facts.swapped_bytes)} of the daemon's memory are swapped out.", 0.8)
     yield from _huge_pages(facts)
-    pool, stored = facts.stats.pool, facts.stats.since_start.stored_blocks
-    stored += sum(one.stored_blocks * (one.world_size - 1) for one in facts.counted)
+    pool = facts.stats.pool
+    # A block has a slot for each rank; blocks of removed namespaces count as one.
+    stored_slots = facts.stats.since_start.stored_blocks
+    stored_slots += sum(one.stored_blocks * (one.world_size - 1) for one in facts.counted)
     if pool.unpinnable_bytes:
         evidence = f"CUDA refused to page-lock {format_size(pool.unpinnable_bytes)} of {format_size(pool.size_bytes)}."
         yield finding("unpinnable", evidence, 0.6)
@@ -377,7 +385,7 @@ def memory(facts: Facts) -> Iterator[Finding]:
         yield finding(
             "integrated_gpu", f"The pool's {format_size(pool.size_bytes)} are taken from the GPU's memory.", 0.5
         )
-    if pool.numa_remote_slots > REMOTE_SHARE * stored > 0:
+    if pool.numa_remote_slots > REMOTE_SHARE * stored_slots > 0:
         count = format_count(pool.numa_remote_slots)
         yield finding("numa", f"Since the start {count} slots were taken on another NUMA node than their GPU.", 0.2)
 
@@ -424,9 +432,9 @@ def disks(facts: Facts) -> Iterator[Finding]:
 
 
 def late_tiers(facts: Facts) -> Iterator[Finding]:
-    traffic, total = facts.stats.last_hour, facts.stats.since_start
-    late, late_so_far = traffic.misses.get("tier_late", 0), total.misses.get("tier_late", 0)
-    had = late + traffic.found_keys.get("disk", 0) + traffic.found_keys.get("shared", 0)
+    hour, start = facts.stats.last_hour, facts.stats.since_start
+    late, late_since_start = hour.misses.get("tier_late", 0), start.misses.get("tier_late", 0)
+    had = late + hour.found_keys.get("disk", 0) + hour.found_keys.get("shared", 0)
     if late >= MIN_ERRORS and late >= LATE_TIER_SHARE * had:
         tiers = [("disks", "disk_deadline")] if facts.stats.disks else []
         tiers += [("shared stores", "shared_deadline")] if facts.stats.shared else []
@@ -435,11 +443,11 @@ def late_tiers(facts: Facts) -> Iterator[Finding]:
         failed = [*(one.promotions_failed for one in facts.stats.shared)]
         failed += [facts.stats.tiers.promotions_failed] if facts.stats.tiers is not None else []
         by_deadline = sum(one.get(kind, 0) for one in failed for kind in ("deadline", "overdue"))
-        if 2 * by_deadline < late_so_far:
+        if 2 * by_deadline < late_since_start:  # a longer deadline would bring less than half of them
             evidence += " Engines did not wait for most of them: computing was to take less time."
             yield finding("tier_late", evidence, _share(late, had), "a larger pool_size, or a faster disk or store")
             return
-        gain = _of_prompts(total, 100 * _share(late_so_far, total.asked_keys - total.not_needed_keys))
+        gain = _of_prompts(start, 100 * _share(late_since_start, _needed_keys(facts.stats)))
         deadlines = [(setting, facts.setting(setting)) for _, setting in tiers]
         fixes = [f'{setting} = "{2 * parse_duration(now):g}s"' for setting, now in deadlines if now]
         fix = " or ".join(fixes) or "a longer disk_deadline or shared_deadline"
@@ -477,12 +485,12 @@ def disk_writes(facts: Facts) -> Iterator[Finding]:
         yield finding("disk_writes", evidence, 0.3, fix, gain=0.0)
         return
     skipped = tiers.not_written.get("budget", 0)
-    left = sum(tiers.not_written.values()) + tiers.written_blocks
-    if skipped >= MIN_ERRORS and skipped >= LIMITED_SHARE * left:
-        evidence = f"Since the start {percent(skipped, left)} of the blocks for disks were skipped: the daily write "
+    offered = sum(tiers.not_written.values()) + tiers.written_blocks
+    if skipped >= MIN_ERRORS and skipped >= LIMITED_SHARE * offered:
+        evidence = f"Since the start {percent(skipped, offered)} of the blocks for disks were skipped: the daily write "
         evidence += "limit was reached."
         wanted = _daily_limit(day_bytes * (1 + skipped / max(1, tiers.written_blocks)))
-        yield finding("disk_write_limit", evidence, _share(skipped, left), wanted)
+        yield finding("disk_write_limit", evidence, _share(skipped, offered), wanted)
 
 
 def _daily_limit(nbytes: float) -> str:
@@ -510,10 +518,9 @@ def _model(info: NamespaceInfo) -> str:
 
 def _not_shared(used: Sequence[NamespaceInfo], engines: Mapping[str, Sequence[str]]) -> Iterator[Finding]:
     one, other = used[:2]
-    differences = explain(one.description, other.description)
-    if [each.field for each in differences] == ["salt"]:
+    if [each.field for each in explain(one.description, other.description)] == ["salt"]:
         return  # the purpose of a salt
-    words = "; ".join(map(str, differences)) or "their descriptions do not say how"
+    words = how_they_differ(one.description, other.description)
     ids = [s.namespace_id(each.namespace) for each in (one, other)]
     more = f" {len(used) - 2} more are in use." if len(used) > 2 else ""
     whose = [printable("; ".join(engines.get(each.namespace.hex(), ()))) for each in (one, other)]
@@ -575,10 +582,7 @@ def pool_size(facts: Facts) -> Iterator[Finding]:
         return  # a quota is the limit: see ``starving``
     evicted = verdict.missed_for_space(stats.last_hour)
     gone = f"{percent(evicted, 1)} of the keys asked for in the last hour had been evicted, or had not got space"
-    # The smallest larger pool that finds nearly as much as the largest.
-    larger = {float(size): 100 * ratio for size, ratio in curve.lru_hit_ratio.items() if float(size) > 1}
-    size = min((size for size, ratio in larger.items() if max(larger.values()) - ratio < verdict.POINTS), default=1.0)
-    found_more = larger.get(size, 0.0) - max(_found_percent(curve), _lru_percent(curve))
+    size, found_more = _better_size(curve)
     # What a larger pool would find besides is missed now, or comes from tiers: only the missed part is a gain.
     missed, in_tiers = verdict.most_gain(stats.since_start), 100 * _share(_found_in_tiers(stats), _needed_keys(stats))
     gain = min(found_more * _share(missed, missed + in_tiers), missed)
@@ -597,8 +601,16 @@ def pool_size(facts: Facts) -> Iterator[Finding]:
         yield finding("pool_too_large", evidence, fix=f'pool_size = "{enough}"', gain=0.0)
 
 
+def _better_size(curve: s.HitCurve) -> tuple[float, float]:
+    """Return the smallest larger pool that finds nearly as much as the largest, as a multiple of the present one, and
+    how many percentage points more it finds; less than 0 if none does."""
+    larger = {float(size): 100 * ratio for size, ratio in curve.lru_hit_ratio.items() if float(size) > 1}
+    size = min((size for size, ratio in larger.items() if max(larger.values()) - ratio < verdict.POINTS), default=1.0)
+    return size, larger.get(size, 0.0) - max(_found_percent(curve), _lru_percent(curve))
+
+
 def _too_small(stats: s.DaemonStats, size: float, points: float, gone: str) -> Finding:
-    """Return the finding that a pool of ``size`` times the bytes would gain these points of what engines lack.
+    """Return the finding that a pool of ``size`` times the bytes would find these more points of what engines lack.
 
     ``gone``: a sentence, after a space, about what was evicted; or empty.
     """
@@ -627,7 +639,8 @@ def _found_in_tiers(stats: s.DaemonStats) -> int:
 
 
 def _of_prompts(traffic: s.Window, points: float) -> float:
-    """Return points of what engines lack in whole blocks as points of all tokens of prompts, if these are known."""
+    """Convert percentage points of what engines lack in whole blocks to points of all tokens of prompts, if these are
+    known."""
     total = traffic.all_prompt_tokens
     return points * min(1.0, verdict.lacked_tokens(traffic) / total) if total else points
 
@@ -643,7 +656,7 @@ def _computed(stats: s.DaemonStats) -> str:
 
 
 def _would_be(stats: s.DaemonStats, points: float) -> str:
-    """Return what that would be with these more points of what engines lack found."""
+    """Return the sentence's end: what engines would compute if these more points of what they lack were found."""
     traffic = stats.since_start
     if total := traffic.all_prompt_tokens:
         now, gain = 100 * traffic.prompt_tokens.get("computed", 0) / total, _of_prompts(traffic, points)
@@ -741,6 +754,7 @@ def crowding(facts: Facts) -> Iterator[Finding]:
     if stats.pool.of("ready") < verdict.FULL_POOL * stats.pool.size_bytes:
         return  # all have what space they want
     found = 100 * sum(one.found_tokens for one in curves) / asked
+    # Quotas are compared by estimates for lru, which must win against the policy too.
     base = max(found, sum(_lru_percent(one) * one.asked_tokens for one in curves) / asked)
     most = verdict.most_gain(stats.since_start)
     best, quota, chosen = 0.0, 0.0, None
@@ -823,13 +837,13 @@ def _engine_counts(facts: Facts, at: str, engine: EngineMetrics) -> Iterator[Fin
     # MultiConnector they include other connectors'. An engine that is older than the daemon may have counted loads of
     # the previous daemon.
     nbytes, traffic = engine.of("kv_offload_load_bytes_total"), facts.stats.since_start
-    loaded, alone = traffic.loaded_bytes, facts.engine_count == 1
+    loaded, is_alone = traffic.loaded_bytes, facts.engine_count == 1
     if engine.age_seconds is None:
         is_older = facts.stats.lifetime.loaded_tokens > traffic.loaded_tokens
     else:
         is_older = engine.age_seconds > facts.stats.uptime_seconds
     more_there = not is_older and nbytes > AGREE * loaded
-    none_there = alone and traffic.loaded_tokens >= verdict.MIN_LOOKUPS and lookups and not nbytes
+    none_there = is_alone and traffic.loaded_tokens >= verdict.MIN_LOOKUPS and lookups and not nbytes
     if more_there or none_there:
         evidence = f"{at} counts {format_size(round(nbytes))} of loads, this daemon {format_size(loaded)}."
         yield finding("hits_disagree", evidence, 0.3)

@@ -200,7 +200,7 @@ class Done(Reply, frozen=True):
 
 
 class Error(Reply, frozen=True):
-    """A refusal: the request changed nothing. ``request_id`` is 0 if the frame had none."""
+    """A refusal. The request changed nothing unless the code says so. ``request_id`` is 0 if the frame had none."""
 
     code: Annotated[ErrorCode, doc("Why the request was refused.")]
     message: Annotated[str, doc("The reason, and what to do about it.")]
@@ -445,9 +445,9 @@ MAX_HINT_KEYS = 1024
 
 @exchange(SCHEDULER)
 class Hint(Request[Done], frozen=True):
-    """Passes on a client's hint about the blocks of a prompt, of which ``Lookup`` named the same giver.
+    """Passes on a client's hint about the blocks of a prompt. ``giver`` is the same as in the prompt's ``Lookup``.
 
-    It has 1,024 keys at most: split others, the root of the prefix first.
+    It has 1,024 keys at most. Send more in several, the root of the prefix first.
     """
 
     namespace: Fingerprint
@@ -502,7 +502,7 @@ class ReportEngine(Request[Done], frozen=True):
     unknown_hints: Annotated[
         int, doc("Hints that it did not know, could not read or did not send.", ge=0, le=MAX_REPORTED)
     ] = 0
-    late_age_s: Annotated[float, doc("Mean seconds since it stopped waiting for these.", ge=0, le=MAX_TIME_S)] = 0.0
+    late_age_s: Annotated[float, doc("Mean seconds since these late lookups.", ge=0, le=MAX_TIME_S)] = 0.0
 
 
 MAX_PROMPT_REPORTS = 256
@@ -677,23 +677,27 @@ class GroupBlocks(Wire, frozen=True):
     @classmethod
     def of(cls, group: int, jobs: int, key_bytes: int, parts: Iterable[tuple[int, GroupTransfer]]) -> GroupBlocks:
         """Return the blocks of ``parts``, (number of the job, its transfer), in the order of the ``jobs`` jobs."""
-        counts = [0] * jobs, [0] * jobs, [0] * jobs
+        key_counts, block_counts, first_blocks = [0] * jobs, [0] * jobs, [0] * jobs
+        before = [bytes(key_bytes)] * jobs
         transfers = []
-        parts = list(parts)
         for number, one in parts:
-            sizes = len(one.keys) // key_bytes, len(one.block_ids) // BLOCK_ID_BYTES, one.first_block
-            for column, size in zip(counts, sizes, strict=True):
-                column[number] = size
+            key_counts[number] = len(one.keys) // key_bytes
+            block_counts[number] = len(one.block_ids) // BLOCK_ID_BYTES
+            first_blocks[number] = one.first_block
+            before[number] = one.before or before[number]
             transfers.append(one)
-        key_counts, block_counts, firsts = (struct.pack(f"<{jobs}I", *column) for column in counts)
-        names = "keys", "block_ids", "parents", "tokens"
-        keys, ids, parents, tokens = (b"".join([getattr(one, name) for one in transfers]) for name in names)
-        before = b""
-        if any(one.before for one in transfers):
-            before_of = {number: one.before for number, one in parts}
-            before = b"".join([before_of.get(number) or bytes(key_bytes) for number in range(jobs)])
-        firsts = firsts if any(counts[2]) else b""
-        return cls(group, key_counts, block_counts, firsts, keys, ids, parents, tokens, before)
+        column = struct.Struct(f"<{jobs}I")
+        return cls(
+            group,
+            column.pack(*key_counts),
+            column.pack(*block_counts),
+            column.pack(*first_blocks) if any(first_blocks) else b"",
+            b"".join([one.keys for one in transfers]),
+            b"".join([one.block_ids for one in transfers]),
+            b"".join([one.parents for one in transfers]),
+            b"".join([one.tokens for one in transfers]),
+            b"".join(before) if any(one.before for one in transfers) else b"",
+        )
 
     def spans(self, jobs: int, key_bytes: int, blocks_per_key: int, *, store: bool) -> list[JobSpan]:
         """Return the positions of the jobs that have keys or blocks in the group.
@@ -705,8 +709,8 @@ class GroupBlocks(Wire, frozen=True):
             why = f"{len(self.block_ids)} bytes are not a whole number of block ids; send 4 bytes for each."
             raise BadColumns(ErrorCode.BAD_BLOCK_IDS, why)
         columns = []
-        firsts = self.first_blocks or bytes(jobs * COUNT_BYTES)
-        for data, what in ((self.key_counts, "keys"), (self.block_counts, "blocks"), (firsts, "first blocks")):
+        first_blocks = self.first_blocks or bytes(jobs * COUNT_BYTES)
+        for data, what in ((self.key_counts, "keys"), (self.block_counts, "blocks"), (first_blocks, "first blocks")):
             if len(data) != jobs * COUNT_BYTES:
                 why = f"{len(data)} bytes are not the uint32 numbers of {what} of {jobs} jobs; send one for each."
                 raise BadColumns(ErrorCode.BAD_KEYS, why)
@@ -722,7 +726,7 @@ class GroupBlocks(Wire, frozen=True):
         if self.before and len(self.before) != jobs * key_bytes:
             why = f"{len(self.before)} bytes are not the keys before those of {jobs} jobs; send one for each, or none."
             raise BadColumns(ErrorCode.BAD_KEYS, why)
-        spans, key, block, none = list[JobSpan](), 0, 0, bytes(key_bytes)
+        spans, keys_at, blocks_at, no_key = list[JobSpan](), 0, 0, bytes(key_bytes)
         for job, (keys, blocks, first) in enumerate(zip(*columns, strict=True)):
             if not keys and not blocks:
                 continue
@@ -733,9 +737,9 @@ class GroupBlocks(Wire, frozen=True):
                 )
                 raise BadColumns(ErrorCode.BAD_BLOCK_IDS, why)
             before = self.before[job * key_bytes : (job + 1) * key_bytes]
-            before = b"" if before == none else before
-            spans.append(JobSpan(job, key, key + keys, block, block + blocks, first, before))
-            key, block = key + keys, block + blocks
+            before = b"" if before == no_key else before
+            spans.append(JobSpan(job, keys_at, keys_at + keys, blocks_at, blocks_at + blocks, first, before))
+            keys_at, blocks_at = keys_at + keys, blocks_at + blocks
         return spans
 
 

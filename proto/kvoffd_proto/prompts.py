@@ -107,7 +107,7 @@ def _first_missing(report: PromptReport, tiers: Sequence[str]) -> str:
     """Return a sentence or two on why a request's first missing key was missing, because of these tiers."""
     name = ": ".join(filter(None, (reason_name(report.reason), ", ".join(map(printable, tiers)))))
     number = f" number {format_count(report.missing_number)}," if report.missing_number else ""
-    which = "that neither had" if report.own_tokens else "missing"
+    which = "that neither had" if report.own_tokens else "missing"  # neither the engine nor kvoffd
     sentence = f" The first key {which},{number} {report.missing_key.hex()[:12]}: {_meaning(report)} ({name})."
     marks = [words for mark, words in MARKS.items() if mark in report.marks]
     if marks and report.reason in ("unknown", "forgotten"):

@@ -60,6 +60,7 @@ class Metric(NamedTuple):
 
     Attributes:
         label: name of the label. For a map it holds the key; for a counted list, the Structs' first field.
+        prefix: beginning of the names of a part's metrics, after ``kvoffd_``.
         fixed: name and value of a label that the whole part has.
         keys: keys of a map that are shown from the start, as 0: ``increase`` ignores the first value of a series.
     """
@@ -246,8 +247,8 @@ class BranchPoint(Part, frozen=True):
     """
 
     at_tokens: Annotated[Count, doc("Tokens of the common beginning.")]
-    prompts: Annotated[Count, doc("Prompts that differ there. The weight of old ones halves every day, as below.")]
-    repeated_tokens: Annotated[Count, doc("Tokens behind that were computed although the same block was stored.")]
+    prompts: Annotated[Count, doc("Prompts that differ there. Every day this and ``repeated_tokens`` are halved.")]
+    repeated_tokens: Annotated[Count, doc("Tokens behind it that were computed although the same block was stored.")]
     seen_tokens: Annotated[Count, doc("Tokens of all blocks of the namespace, each counted once.")]
 
 
@@ -318,7 +319,7 @@ class PoolStats(Part, frozen=True):
     huge_page_bytes: Annotated[ByteCount, gauge("Bytes of the pool in huge pages when the daemon started.")] = 0
     page_slowdown: Annotated[
         float,
-        doc("How many times as long reading the pool takes as reading huge pages, measured then; 0 if it has these."),
+        doc("How many times as long reading the pool takes as reading huge pages, at the start; 0 if it has these."),
     ] = 0.0
 
     def of(self, state: str) -> int:

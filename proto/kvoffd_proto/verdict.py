@@ -12,6 +12,7 @@ MIN_LOOKUPS = 100
 MIN_WHEN_FULL = 10
 """The same for a pool that has evicted."""
 FULL_POOL = 0.8
+"""Readable share of a pool from which it counts as full."""
 POINTS = 1.0
 """Percentage points of the hit ratio that justify a finding."""
 PAYS_PERCENT = 1.0
@@ -37,14 +38,16 @@ class Verdict(NamedTuple):
 
 
 def judge(stats: DaemonStats) -> Verdict:
+    """Judge by all traffic since the daemon's start."""
     traffic = stats.since_start
     if not enough_lookups(stats):
         lookups = f"{format_count(traffic.lookups)} lookup{plural(traffic.lookups)}" if traffic.lookups else "no lookup"
         return Verdict(None, f"Too early to say whether it pays off: {lookups} so far, {MIN_LOOKUPS} are needed.")
     pays = 100 * _loaded_share(traffic) >= PAYS_PERCENT
     if pays:
-        what = f"{format_count(traffic.loaded_tokens)} tokens" if traffic.loaded_tokens else ""
-        what = what or format_size(traffic.loaded_bytes)
+        # The tokens are unknown if the groups' ``tokens_per_block`` are.
+        tokens, nbytes = traffic.loaded_tokens, traffic.loaded_bytes
+        what = f"{format_count(tokens)} tokens" if tokens else format_size(nbytes)
         sentence = f"Paying off: engines loaded {what} instead of computing them."
         minute = stats.last_minute
         if minute.lookups and not minute.loaded_keys:
@@ -95,7 +98,7 @@ def own_suffices(traffic: Window) -> bool:
 
 
 def _in_own_caches(traffic: Window) -> tuple[int, int, str]:
-    """Return what engines' own caches had, of all, and what that is: keys only of engines that report no prompts."""
+    """Return how much engines' own caches had, of how much, and of what: tokens, or keys if they report no prompts."""
     if total := traffic.all_prompt_tokens:
         return traffic.prompt_tokens.get("engine", 0), total, "the prompts' tokens"
     return traffic.not_needed_keys, traffic.asked_keys, "the keys asked for"

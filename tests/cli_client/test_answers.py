@@ -17,7 +17,7 @@ from kvoffd_client.cli.stats import day_sentence, print_stats, tier_details
 from kvoffd_proto.admin import NamespacesReply, SessionInfo
 from kvoffd_proto.engines import engines_of
 from kvoffd_proto.messages import Role
-from kvoffd_proto.stats import DaemonStats, NamespaceStats, SharedStats, Window
+from kvoffd_proto.stats import DaemonStats, NamespaceStats, SettingInfo, SharedStats, Window
 
 
 def rows(count: int) -> list[NamespaceStats]:
@@ -34,6 +34,18 @@ def test_namespaces_that_are_not_shared_may_be_so_after_a_damaged_state() -> Non
         str(line) for line in tier_details(DaemonStats(shared=[SharedStats("redis://valkey", unshared_namespaces=2)]))
     ]
     assert any("2 namespaces are not shared, after a reset or a damaged state: " in line for line in lines)
+
+
+def test_clear_names_the_peers_that_may_keep_copies_also_those_that_do_not_answer_now(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    peers = SettingInfo("peers", "node-b:7400, dns+engines:7400, 10.0.0.0/16:7400")
+    now = DaemonStats(shared=[SharedStats("peer://node-b:7400")], settings=[peers])
+    admin = SimpleNamespace(namespaces=lambda: NamespacesReply(0, []), stats=lambda: now, clear=lambda _: 3)
+    monkeypatch.setattr(actions, "open_admin", lambda _: nullcontext(admin))
+    assert main(["clear", "--all", "--yes"]) == 0
+    keepers = "peer://node-b:7400, peer://dns+engines:7400, peer://10.0.0.0/16:7400 keep their copies"
+    assert keepers in " ".join(capsys.readouterr().out.split())
 
 
 def test_clear_on_all_nodes_counts_what_the_reset_of_all_has_dropped(

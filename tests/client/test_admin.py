@@ -28,6 +28,14 @@ from tests.kit.fake_daemon import FakeDaemon
 from tests.kit.waiting import LONGER_THAN_A_TEST_S
 
 
+def test_a_daemon_is_unreachable_from_a_failed_call_on(tmp_path: Path) -> None:
+    with AdminClient(tmp_path) as admin:
+        assert not admin.unreachable, "it was not tried yet"
+        with pytest.raises(DaemonUnavailable):
+            admin.stats()
+        assert admin.unreachable
+
+
 def test_why_nobody_is_reached_is_told_apart(tmp_path: Path) -> None:
     def sentence(timeout_s: float = LONGER_THAN_A_TEST_S) -> str:
         with AdminClient(tmp_path, timeout_s) as admin:

@@ -146,7 +146,8 @@ def _drop(admin: AdminClient, chosen: _Chosen, *, all_nodes: bool) -> tuple[int,
                 # This node has dropped its own, and the other namespaces are cleared all the same.
                 problem = problem or error
                 dropped += chosen.listed[each].ready_blocks if each in chosen.listed else 0
-    if chosen.fingerprint is None or not all_nodes:  # all include those that nobody has opened since the start
+    # Even after all nodes: a clear of all also drops namespaces that the daemon knows only from before its start.
+    if chosen.fingerprint is None or not all_nodes:
         dropped += admin.clear(chosen.fingerprint)
     return dropped, problem
 
@@ -168,8 +169,9 @@ def _show_keepers(keepers: Sequence[str], cleared: _Chosen) -> None:
 def _keepers(now: DaemonStats) -> list[str]:
     """Return the URLs of the stores and peers that may have copies of this node's blocks."""
     peers = next((one.value for one in now.settings if one.name == "peers"), "")
-    networks = [f"peer://{one.strip()}" for one in peers.split(",") if "/" in one]
-    return [*(one.url for one in now.shared), *networks]
+    # Of a network, 10.0.0.0/16:7400, or behind a name, dns+engines:7400, ``shared`` has only the peers that answer now.
+    of_many = [one for one in map(str.strip, peers.split(",")) if "/" in one or one.startswith("dns+")]
+    return [*(one.url for one in now.shared), *(f"peer://{one}" for one in of_many)]
 
 
 def _has_on_disks(stats: DaemonStats, fingerprint: bytes | None) -> bool:
@@ -248,7 +250,7 @@ def events(directory: Directory = None, json: PlainJson = False) -> int:
     expected: dict[bytes, int] = {}
     """Number of the next message by topic."""
     first: int | None = None
-    """Number of a topic's first message, if all of the daemon's messages should have arrived."""
+    """Number of each topic's first message; None if the daemon ran before this command, and its first were missed."""
     wide = make_console().width >= WIDE_CELLS
     with open_admin(directory, subscribe_events=True) as admin:
         admin.health()  # a missing daemon is an error

@@ -136,23 +136,24 @@ def _copied_bytes(usable_bytes: int) -> int:
 
 
 def _lookups(directory: Path, evict: bool) -> Iterator[Result]:
-    stored, step = [os.urandom(KEY_BYTES) for _ in range(max(LOOKUP_KEYS))], 1_000
+    stored = [os.urandom(KEY_BYTES) for _ in range(max(LOOKUP_KEYS))]
+    step = 1_000  # the engine's blocks, from which all keys are stored
     with bench_engine(directory, "bench lookup", evict, 1, step, LOOKUP_PAGE_BYTES) as engine, echo_process() as echo:
         for at in range(0, len(stored), step):
             if not engine.store(stored[at : at + step], range(step), TEST_WAIT_S).ok:
                 raise CliError(EVICTED)
             _look_up(engine, b"".join(stored[at : at + step]), step, hold=True)
         for count in LOOKUP_KEYS:
-            found, missing = stored[:count], [os.urandom(KEY_BYTES) for _ in range(count)]
-            for keys, what in ((found, "found"), (missing, "missing")):
+            missing = [os.urandom(KEY_BYTES) for _ in range(count)]
+            for keys, what, expected in ((stored[:count], "found", count), (missing, "missing", 0)):
                 print_status(f"measuring: {format_count(count)} keys, all {what}")
                 joined = b"".join(keys)
-                look_up = partial(_look_up, engine, joined, count * (what == "found"))
+                look_up = partial(_look_up, engine, joined, expected)
                 # Lookup and LookupReply have about 130 and 60 bytes besides the keys and their states.
                 echoed = partial(echo, 130 + len(joined), 60 + count)
                 measured, floors = _in_turns(look_up, echoed, SAMPLES)
-                for name, part in (("p50", 49), ("p99", 98)):
-                    value, floor = (1e6 * quantiles(values, n=100)[part] for values in (measured, floors))
+                for name, at in (("p50", 49), ("p99", 98)):
+                    value, floor = (1e6 * quantiles(values, n=100)[at] for values in (measured, floors))
                     case = f"{format_count(count)} keys, all {what}, {name}"
                     yield Result(case, value, "µs", floor, value / floor)
 
@@ -218,7 +219,7 @@ def _copies(directory: Path, admin: AdminClient, evict: bool) -> Iterator[Result
             blocks = list(range(count))
             random.Random(1).shuffle(blocks)  # so that no pieces are adjacent
             jobs = [blocks[at : at + keys_per_job] for at in range(0, count, keys_per_job)]
-            keys: list[list[bytes]] = []
+            keys: list[list[bytes]] = []  # of each job, those that were stored last
             for what, operation in (("stores", _store), ("loads", _load)):
                 times = _in_turns(partial(operation, engine, jobs, keys), memcpy, 1)
                 value, floor = (nbytes / 1e9 / median(seconds) for seconds in times)

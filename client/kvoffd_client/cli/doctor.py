@@ -209,16 +209,15 @@ def report_of(facts: Facts, test: SelfTest | None = None, gpu_hour: float = 0.0)
     """Return the report. ``gpu_hour``: a GPU hour's price, or 0."""
     found, value = find(facts), judge_value(facts)
     healthy = not any(one.level == "error" for one in found) and not (test is not None and test.problem)
-    return Report(
-        healthy, value.paying_off, list(_verdict(facts, found, value, healthy, test, gpu_hour)), value, found, test
-    )
+    return Report(healthy, value.paying_off, _verdict(facts, found, value, healthy, test, gpu_hour), value, found, test)
 
 
 def _verdict(
     facts: Facts, found: Sequence[Finding], value: Value, healthy: bool, test: SelfTest | None, gpu_hour: float
 ) -> list[str]:
-    count, up = facts.engine_count, format_duration(facts.stats.uptime_seconds)
-    engines = "" if count is None else f", with {count or 'no'} engine{plural(count)}"
+    """Return the lines above the findings."""
+    engine_count, up = facts.engine_count, format_duration(facts.stats.uptime_seconds)
+    engines = "" if engine_count is None else f", with {engine_count or 'no'} engine{plural(engine_count)}"
     counts = {noun: sum(one.level == level for one in found) for level, noun in NOUNS.items()}
     state = ("It works" if counts["warning"] else "Healthy") if healthy else "Not healthy"
     state += "".join(f", {count} {noun}{plural(count)}" for noun, count in counts.items() if count)
@@ -226,7 +225,7 @@ def _verdict(
     lines = [first, _payoff(facts.stats, value, gpu_hour)]
     if end := facts.stats.pool.at_the_end:
         lines.append(f"The pool's memory {printable(end)}.")
-    if count is None:
+    if engine_count is None:
         lines.append("Its clients and machine were not checked; run doctor there without --url for that.")
     if test is not None:
         if test.problem:

@@ -199,7 +199,7 @@ class Endpoint:
         )
 
     def read(self, path: str, body: bytes | None = None) -> dict[str, Any]:
-        """Return the object that a path answers with."""
+        """Return the object that a path answers with. A ``body``, even an empty one, is sent by POST."""
         with self._open(path, QUICK_S, body) as answer:
             found = json.loads(answer.read(MAX_BYTES))
             if not isinstance(found, dict):

@@ -143,7 +143,8 @@ def _processes(row: Engine) -> str:
     if len(row.pids) == 1:  # one process has all roles
         return f"{workers}, pid {row.pids[0]}"
     named = [f"{role} pid {', '.join(map(str, pids))}" for role, pids in row.processes.items()]
-    return ", ".join([workers] * (not row.processes.get(Role.WORKER)) + named)
+    # Their number follows from their pids.
+    return ", ".join(named if row.processes.get(Role.WORKER) else [workers, *named])
 
 
 def _show_sessions(found: Sequence[SessionInfo]) -> None:

@@ -269,7 +269,8 @@ def _misses(now: s.DaemonStats) -> None:
         ],
     )
     tiers = [(f"the disk {one.directory}", one.missed_keys, one.up) for one in now.disks]
-    for name, keys, is_up in (*tiers, *((one.url, one.missed_keys, one.up) for one in now.shared)):
+    tiers += [(one.url, one.missed_keys, one.up) for one in now.shared]
+    for name, keys, is_up in tiers:
         if keys:
             since = "" if is_up else ", as it is now"
             say(f"tier down: {format_count(keys)} since the start while {printable(name)} was{since}.")
@@ -288,12 +289,13 @@ def pool_bar(pool: s.PoolStats, width: int) -> list[Text]:
     parts += [("quarantined", "▒", "red"), ("free", "░", "dim")]
     used = pool.size_bytes - pool.of("free")
     tail = f"] {percent(used, pool.size_bytes)}, {format_size(used)} of {format_size(pool.size_bytes)}"
-    bar, cells, done, drawn = Text("Pool ["), width - len(tail) - 6, 0, 0
+    bar = Text("Pool [")
+    cells, shown_bytes, drawn = width - len(bar) - len(tail), 0, 0
     for state, mark, style in parts:
-        done += pool.of(state)
-        upto = round(cells * done / max(1, pool.size_bytes))
-        bar.append(mark * (upto - drawn), style)
-        drawn = max(drawn, upto)
+        shown_bytes += pool.of(state)
+        end = round(cells * shown_bytes / max(1, pool.size_bytes))
+        bar.append(mark * (end - drawn), style)
+        drawn = max(drawn, end)
     bar.append(tail)
     named = [
         f"{state} {format_size(pool.of(state))}" for state, *_ in parts if pool.of(state) or state in ("ready", "free")
@@ -498,10 +500,10 @@ def answer_time(one: s.SharedStats) -> str:
 
 def _usage(one: s.SharedStats) -> str:
     size = f" of {format_size(one.size_bytes)}" if one.size_bytes else ", without a limit"
-    uses = f"uses {format_size(one.used_bytes)}{size}" if one.used_bytes else "does not report its usage"
+    used = f"{format_size(one.used_bytes)}{size}"
     if not one.up:
-        used = f"used {format_size(one.used_bytes)}{size}, when it last answered"
-        return f"  {used}" if one.used_bytes else "  usage unknown"
+        return f"  used {used}, when it last answered" if one.used_bytes else "  usage unknown"
+    uses = f"uses {used}" if one.used_bytes else "does not report its usage"
     chosen = ", and gets only blocks that are likely to be reused" if one.write_mode == "auto" else ""
     return f"  {uses}: it is full{chosen}" if one.full else f"  {uses}"
 
@@ -528,6 +530,7 @@ def policy_lines(now: s.DaemonStats) -> Iterator[Line]:
         yield "It has not seen enough to learn." if now.policy == "learned" else "It does not learn."
         return
     total, requests = now.since_start, found.requests
+    # Each of them counts as a mean one since the daemon's start.
     block_bytes = total.stored_bytes / max(1, total.stored_blocks)
     asked_bytes = requests * total.asked_keys / max(1, total.lookups) * block_bytes
     lifetimes = asked_bytes / max(1, now.pool.size_bytes)

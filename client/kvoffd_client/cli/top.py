@@ -121,9 +121,9 @@ class History:
 
     def __init__(self) -> None:
         self._latest: deque[DaemonStats] = deque()
-        """Samples of the last ``NOW_S``, after the latest one before."""
+        """Samples of the last ``NOW_S``, oldest first, and before them the latest older one, if any."""
         self._before: dict[str, NamespaceStats] = {}
-        """Namespaces of the first of these, by id."""
+        """Namespaces in the first sample, by id."""
         self.rates: deque[tuple[float, float]] = deque(maxlen=MAX_SAMPLES)
         """Tokens loaded and bytes stored per second, between consecutive samples."""
 
@@ -195,11 +195,11 @@ class Screen:
         elif self.view == "clients":
             body = _clients(self.reading.engines or (), width)
         elif self.view == "tiers":
-            body = _lines(tier_details(stats), width)
+            body = [Text(), *_lines(tier_details(stats), width)]
         elif self.view == "policy":
-            body = _lines(policy_lines(stats), width)
+            body = [Text(), *_lines(policy_lines(stats), width)]
         elif self.view == "help":
-            body = _lines(HELP, width)
+            body = [Text(), *_lines(HELP, width)]
         else:
             body = self._all(stats, console)
         away = [Text(printable(self.no_answer), "bold red")] if self.no_answer else []
@@ -239,7 +239,7 @@ class Screen:
         head: list[RenderableType] = [
             *pool_bar(stats.pool, width),
             _saved(stats),
-            *(_lines([(stats.verdict, PAYS[stats.paying_off][1])], width)[1:] if tells_verdict else ()),
+            *(_lines([(stats.verdict, PAYS[stats.paying_off][1])], width) if tells_verdict else ()),
         ]
         tail: list[RenderableType] = [*_curve(stats), *_lookups(stats, now), *_hints(stats)]
         below: list[RenderableType] = [*_tier_summary(stats), *self._namespaces(stats, width)]
@@ -248,9 +248,9 @@ class Screen:
             _rates(stats, now, width),
             line(f"Missed  {_misses(stats)}"),
         ]
-        free -= _height(console, [*head, *middle, *tail, *below]) + CHARTS
+        free -= _height(console, [*head, *middle, *tail, *below]) + CHARTS  # a line for each chart
         # ``middle`` without cuts, and with a table in the place of the line of misses.
-        more: list[RenderableType] = [*_lines(problems, width)[1:], *middle[len(problems) : -1], *_miss_table(stats)]
+        more: list[RenderableType] = [*_lines(problems, width), *middle[len(problems) : -1], *_miss_table(stats)]
         if (added := _height(console, more) - _height(console, middle)) <= free:
             middle, free = more, free - added
         engines = _engines(stats)
@@ -492,8 +492,8 @@ def _clients(engines: Sequence[Engine], width: int) -> list[RenderableType]:
 
 
 def _lines(lines: Iterable[Line], width: int) -> list[RenderableType]:
-    """Return an empty line, then these, wrapped to the width."""
-    return [Text(), *(Text(text, style) for text, style in wrapped(lines, width))]
+    """Return these lines wrapped to the width."""
+    return [Text(text, style) for text, style in wrapped(lines, width)]
 
 
 # --- the loop ---------------------------------------------------------------------------------------
@@ -540,7 +540,8 @@ def run(read: Read, interval_s: float, console: Console, host: str) -> int:
             live.update(screen.page(console), refresh=True)
             size, keys = console.size, ""
             while not keys and console.size == size and (screen.paused or next_at > time.monotonic()):
-                keys = pressed(min(LOOK_S, LOOK_S if screen.paused else max(0.0, next_at - time.monotonic())))
+                left_s = LOOK_S if screen.paused else next_at - time.monotonic()
+                keys = pressed(max(0.0, min(LOOK_S, left_s)))
             for key in keys:
                 if key in ("q", "\x04"):
                     return 0

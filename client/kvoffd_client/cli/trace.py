@@ -123,7 +123,7 @@ def _write(admin: AdminClient, writer: TraceWriter, seconds: float, most_bytes: 
     began, session = time.monotonic(), admin.session_id
     until, ended, is_behind = began + seconds, "", False
     with _ended_by_signal() as signalled:
-        while is_behind or not ended:
+        while is_behind or not ended:  # an end may come while more is waiting
             if signalled.is_set():
                 ended = "interrupt"
             elif time.monotonic() >= until:
@@ -344,7 +344,8 @@ def replay(
     if not size and not blocks:
         with suppress(KvoffdClientError), AdminClient(local_directory(directory), POOL_ANSWER_S) as admin:
             words.append(f"--pool={admin.stats().pool.size_bytes}")
-    words += [*["--json"] * json, "--", str(file)]
+    words += ["--json"] if json else []
+    words += ["--", str(file)]
     status = subprocess.run(words, check=False).returncode
     if status < 0:
         print_status()  # what it showed last

@@ -180,8 +180,9 @@ def difference(wanted: Answer, given: Answer) -> OutputDifference:
             gap = wanted.logprobs[at] - wanted.likeliest[at].get(given.tokens[at], -inf)
             return OutputDifference(at, gap, farthest)
         farthest = max(farthest, abs(wanted.logprobs[at] - given.logprobs[at]))
-    ends = len(wanted.tokens) == len(given.tokens)
-    return OutputDifference(None, 0.0, farthest) if ends else OutputDifference(length, inf, farthest)
+    if len(wanted.tokens) == len(given.tokens):
+        return OutputDifference(None, 0.0, farthest)
+    return OutputDifference(length, inf, farthest)
 
 
 @dataclass
@@ -287,7 +288,7 @@ class Run:
             self._tell("emptying vLLM's own prefix cache")
             empty()
             self._load()
-            if number:
+            if number:  # the first round may only have stored
                 self._count_loaded()
                 if all(case.loaded for case in self.cases):
                     return
@@ -334,7 +335,7 @@ class Run:
     def _load_elsewhere(self) -> None:
         """Have the engine load what the second one computed."""
         for wait_s in STORED_S:
-            if self.cases[0].loads:
+            if self.cases[0].loads:  # it has computed these itself by now: again under new salts
                 bodies, self.cases = [case.body for case in self.cases], []
                 for body in bodies:
                     self.cases.append(self._compute(body))
@@ -456,6 +457,11 @@ class Run:
         return namespace_name(own.label if own else "", logged.namespace), sentences
 
     def _verdict(self, words: Sequence[str], *, counted: bool) -> tuple[str, str]:
+        """Return the verdict and its sentence, for the judgements of all cases.
+
+        ``counted``: no need to ask the engine whether kvoffd loaded, since the daemon has reports of it, or the run was
+        interrupted.
+        """
         count, faults, unclear = len(words), words.count("fault"), words.count("unclear")
         metrics = "" if counted else self.engine.metrics()
         if metrics and "vllm:kvoffd_connected" not in metrics:  # what was loaded, another connector has loaded
