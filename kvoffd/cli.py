@@ -125,18 +125,15 @@ def _check_machine(config: Config) -> None:
 
 def _limit_of_new_pool(config: Config) -> MemoryLimit | None:
     """Return the memory of which a start would make a pool, with that of a pool file that it would use or replace. None
-    for reserved huge pages, which no other limit counts. Raises KvoffdError if the pool file would lie on a disk."""
+    for reserved huge pages, which no other limit counts. Raises KvoffdError if the pool file cannot be made there."""
     from kvoffd.system.files import held_bytes
-    from kvoffd.system.limits import fits_reserved, lies_on_hugetlbfs, memory_limit, tmpfs_limit
+    from kvoffd.system.limits import fits_reserved, lies_on_hugetlbfs, memory_limit, open_pool_directory, tmpfs_limit
 
     if not config.pool_file:
         is_reserved = config.reserved_pages == "auto" and fits_reserved(config.pool_bytes)
         return None if is_reserved else memory_limit()
     path = Path(config.pool_file)
-    try:
-        directory_fd = os.open(path.parent, os.O_PATH | os.O_CLOEXEC)
-    except OSError:
-        return memory_limit()
+    directory_fd = open_pool_directory(path)
     try:
         if lies_on_hugetlbfs(directory_fd, path):
             return None

@@ -21,7 +21,6 @@ from kvoffd.system.files import (
     foreign_owner,
     held_bytes,
     is_regular,
-    open_directory,
     try_lock,
 )
 from kvoffd.system.limits import (
@@ -31,6 +30,7 @@ from kvoffd.system.limits import (
     free_huge_pages,
     lies_on_hugetlbfs,
     memory_limit,
+    open_pool_directory,
     tmpfs_limit,
 )
 from kvoffd.system.mappings import HUGETLBFS_MAGIC, filesystem_magic
@@ -208,17 +208,9 @@ class FileBacking:
         should_stop: Callable[[], bool] = lambda: False,
     ) -> None:
         self._on_progress, self._should_stop = on_progress, should_stop
-        if path.is_dir():
-            raise KvoffdError(f"The pool file {path} is a directory; name a file in it, such as {path}/kvoffd.pool.")
         self._path = path
         self._calls = FileCalls()
-        try:
-            self._directory_fd = open_directory(path.parent)
-        except OSError as error:
-            raise KvoffdError(
-                f"The directory {path.parent} of the pool file cannot be opened ({error.strerror}); "
-                "mount a tmpfs there or name another file."
-            ) from error
+        self._directory_fd = open_pool_directory(path)
         self._fd = -1
         with OnError(self.close):
             self._huge = lies_on_hugetlbfs(self._directory_fd, path)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvoffd.errors import KvoffdError, PoolTooLarge
-from kvoffd.system.files import held_bytes, text_of
+from kvoffd.system.files import held_bytes, open_directory, text_of
 from kvoffd_proto.cuda import descriptor_limits
 from kvoffd_proto.units import exact_size, format_size
 
@@ -78,6 +78,20 @@ def memory_limit(
             for root in (cgroup_root, cgroup_root / "unified"):
                 limits.extend(_cgroup_limits(root, path, _VERSION_2, freed_bytes, cache_fields))
     return min(limits, key=lambda limit: limit.bytes)
+
+
+def open_pool_directory(path: Path) -> int:
+    """Return a descriptor of the directory of a pool file. Raises KvoffdError if there is none, or if the file itself
+    is a directory."""
+    if os.path.isdir(path):
+        raise KvoffdError(f"The pool file {path} is a directory; name a file in it, such as {path}/kvoffd.pool.")
+    try:
+        return open_directory(path.parent)
+    except OSError as error:
+        raise KvoffdError(
+            f"The directory {path.parent} of the pool file cannot be opened ({error.strerror}); "
+            "mount a tmpfs there or name another file."
+        ) from error
 
 
 def lies_on_hugetlbfs(directory_fd: int, path: Path) -> bool:
