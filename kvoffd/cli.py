@@ -61,9 +61,10 @@ class _Parser(argparse.ArgumentParser):
     """Prints one sentence for an error instead of the usage."""
 
     def error(self, message: str) -> NoReturn:
-        unknown = message.removeprefix(_UNKNOWN).split()[0].split("=")[0] if message.startswith(_UNKNOWN) else ""
-        if nearest := unknown and did_you_mean(unknown, self._option_string_actions):
-            message = f"{message} ({nearest})"
+        if message.startswith(_UNKNOWN):
+            first = message.removeprefix(_UNKNOWN).partition(" ")[0].partition("=")[0]
+            if nearest := did_you_mean(first, self._option_string_actions):
+                message = f"{message} ({nearest})"
         hint = f"{self.prog} --help shows the options"
         if "argument COMMAND" in message:
             hint = "kvoffd serve runs the daemon, kvoffd-cli inspects one; each has a --help"
@@ -176,6 +177,7 @@ def serve(config: Config) -> int:
     except KvoffdError as error:
         return _refuse(str(error), config.log_format)
     except RuntimeError as error:
+        # Threads of the loop's executor and of the log are not started by ``threads.start``.
         if str(error) != "can't start new thread":
             raise
         return _refuse(str(NoMoreThreads()), config.log_format)

@@ -47,8 +47,6 @@ _RESERVED_LIMIT = MemoryLimit(NO_LIMIT, "reserved huge pages")
 
 Memories: TypeAlias = tuple[PoolMemory, PoolMemory]
 """Memory of a pool, and of its slot table."""
-Allocating: TypeAlias = tuple[Callable[[int], None], Callable[[], bool]]
-"""``on_progress`` and ``should_stop`` of a backing, for the allocation of reserved huge pages."""
 
 
 class NewBacking:
@@ -67,7 +65,9 @@ class NewBacking:
         *,
         takes_reserved: bool = True,
     ) -> None:
-        self._allocating: Allocating = on_progress, should_stop
+        self._take_reserved = partial(
+            PoolMemory.take_reserved, name=POOL_NAME, on_progress=on_progress, should_stop=should_stop
+        )
         self._takes_reserved = takes_reserved
 
     def limit(self, pool_bytes: int) -> MemoryLimit:
@@ -83,7 +83,8 @@ class NewBacking:
         if not in_reserved:  # another process may have taken the pages that ``limit`` saw
             check_fits(size_bytes + geometry.size_bytes, memory_limit())
         create = partial(PoolMemory.create_private, size_bytes)
-        return _make_new(geometry, segments, self._allocating, create, in_reserved=in_reserved)
+        take_reserved = partial(self._take_reserved, size_bytes, segments=segments) if in_reserved else None
+        return _make_new(geometry, create, take_reserved)
 
     def _fits_reserved(self, pool_bytes: int) -> bool:
         return self._takes_reserved and fits_reserved(pool_bytes)
@@ -108,7 +109,9 @@ class MemfdBacking:
         takes_reserved: bool = True,
     ) -> None:
         self._stored, self._on_discard = stored, on_discard
-        self._allocating: Allocating = on_progress, should_stop
+        self._take_reserved = partial(
+            PoolMemory.take_reserved, name=POOL_NAME, on_progress=on_progress, should_stop=should_stop
+        )
         self._takes_reserved = takes_reserved
 
     def limit(self, pool_bytes: int) -> MemoryLimit:
@@ -140,7 +143,9 @@ class MemfdBacking:
         """Make new memory, as ``NewBacking`` does, after freeing an earlier daemon's. Raises PoolTooLarge."""
         size_bytes = geometry.pool_bytes
         in_reserved = self._takes_reserved and fits_reserved(size_bytes, self._held_bytes(reserved=True))
-        if not in_reserved:  # ``limit`` counted reserved pages; some of them are gone, or of too few for this pool
+        if not in_reserved:
+            # ``limit`` may have counted reserved pages alone: those of an earlier daemon, whose pool turned out to be
+            # unusable, or free ones that another process has taken since.
             freed_bytes = self._held_bytes(reserved=False)
             check_fits(size_bytes + geometry.size_bytes, memory_limit(freed_bytes=freed_bytes))
         if self._stored is not None:
@@ -148,7 +153,8 @@ class MemfdBacking:
             if self._on_discard is not None:
                 self._on_discard()
         create = partial(PoolMemory.create, size_bytes, POOL_NAME)
-        return _make_new(geometry, segments, self._allocating, create, in_reserved=in_reserved)
+        take_reserved = partial(self._take_reserved, size_bytes, segments=segments) if in_reserved else None
+        return _make_new(geometry, create, take_reserved)
 
     def _held_bytes(self, *, reserved: bool) -> int:
         """Return the bytes that an earlier daemon's memfds hold in reserved huge pages, or in all other memory.
@@ -166,22 +172,18 @@ class MemfdBacking:
 
 
 def _make_new(
-    geometry: TableGeometry,
-    segments: Sequence[PoolSegment],
-    allocating: Allocating,
-    create: Callable[[], PoolMemory],
-    *,
-    in_reserved: bool,
+    geometry: TableGeometry, create: Callable[[], PoolMemory], take_reserved: Callable[[], PoolMemory | None] | None
 ) -> Memories:
-    """Make new memory for a pool and its table: the pool's ``in_reserved`` huge pages, or else by ``create``.
+    """Make new memory for a pool and its table: the pool's by ``take_reserved``, or where that is None or returns None,
+    by ``create``.
 
     Raises PoolTooLarge.
     """
-    size_bytes = geometry.pool_bytes
-    pool = PoolMemory.take_reserved(size_bytes, POOL_NAME, *allocating, segments) if in_reserved else None
+    pool = None
+    if take_reserved is not None and (pool := take_reserved()) is None:
+        # A cgroup's limit refused them, or another process took them; other memory was not checked yet.
+        check_fits(geometry.pool_bytes + geometry.size_bytes, memory_limit())
     if pool is None:
-        if in_reserved:  # a cgroup's limit refused them, or another process took them; other memory was not checked yet
-            check_fits(size_bytes + geometry.size_bytes, memory_limit())
         pool = create()
     with OnError(pool.close):
         return pool, PoolMemory.create(geometry.size_bytes, TABLE_NAME)
@@ -253,9 +255,10 @@ class FileBacking:
             ) from error
         locked = try_lock(self._fd)
         assert locked, "nobody else can know a file without a name"
-        parts = [PoolSegment(table_bytes + one.begin, table_bytes + one.end, one.locality) for one in segments]
-        placed = parts[-1].end if parts else table_bytes
-        self._allocate(size, [PoolSegment(0, table_bytes, NOWHERE), *parts, PoolSegment(placed, size, NOWHERE)])
+        parts = [PoolSegment(0, table_bytes, NOWHERE)]
+        parts += [PoolSegment(table_bytes + one.begin, table_bytes + one.end, one.locality) for one in segments]
+        parts.append(PoolSegment(parts[-1].end, size, NOWHERE))  # the pool without segments, else what rounds it up
+        self._allocate(size, parts)
         return self._map(geometry)
 
     def publish(self) -> None:

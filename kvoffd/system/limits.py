@@ -193,6 +193,7 @@ def _cgroup_limits(
 
     In a container the path may be the host's and not exist below the mount; then the mount is the container's cgroup.
     """
+    # The path of a cgroup outside this process's cgroup namespace has "..".
     own = root / path.lstrip("/")
     inside = [one for one in (own, *own.parents) if root in one.parents and ".." not in one.parts]
     return filter(None, (_cgroup_limit(one, files, freed_bytes, cache_fields) for one in (*inside, root)))
