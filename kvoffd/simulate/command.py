@@ -155,7 +155,7 @@ def _replay_one(given: argparse.Namespace, trace: RequestTrace, policies: Sequen
     results = []
     for size in _sizes(given, trace, block_bytes, trace.distinct, DIVISORS):
         possible = optimum_percent(uses, size.blocks + size.disk_blocks)
-        for disk in _disks(given, trace, size.disk_blocks, block_bytes):
+        for disk in _disk_plans(given, trace, size.disk_blocks, block_bytes):
             for policy, hints in product(policies, (False, True) if trace.hints else (False,)):
                 _show_progress(f"replaying: {policy}, {size.label}")
                 results.append(Row(size, replay(trace, policy, size.blocks, disk, hints=hints), possible))
@@ -170,16 +170,16 @@ def _replay_nodes(given: argparse.Namespace, trace: RequestTrace, nodes: int, po
         raise ValueError("The trace does not give the tokens of a block, which --nodes needs.")
     if trace.hints:
         print(f"The {len(trace.hints):,} hints in {given.file} are left out.", file=sys.stderr)
-    every = []
+    to_replay = []
     """Size, policy, and plans that differ in the router's rule."""
     for size in _sizes(given, trace, block_bytes, max(1, trace.distinct // nodes), DIVISORS_OF_NODES):
         plans = fleet_command.make_plans(given, trace, nodes, size.blocks, block_bytes)
-        for policy, disk in product(policies, _disks(given, trace, size.disk_blocks, block_bytes)):
-            every.append((size, policy, [plan._replace(disk=disk) for plan in plans]))
+        for policy, disk in product(policies, _disk_plans(given, trace, size.disk_blocks, block_bytes)):
+            to_replay.append((size, policy, [plan._replace(disk=disk) for plan in plans]))
     if nodes >= MEASURED_FROM_NODES:
-        _say_memory(nodes, max(_expected_bytes(trace, policy, size, plans[0]) for size, policy, plans in every))
+        _say_memory(nodes, max(_expected_bytes(trace, policy, size, plans[0]) for size, policy, plans in to_replay))
     rows = []
-    for size, policy, plans in every:
+    for size, policy, plans in to_replay:
         for number, (plan, shares) in enumerate(fleet_command.compared(plans), 1):
             _show_progress(f"replaying: {policy}, {size.label}, {number}")
             rows.append((size.label, replay_fleet(trace, policy, size.blocks, plan, shares)))
@@ -287,7 +287,7 @@ def _with_disks(given: argparse.Namespace, size: Size, block_bytes: int) -> list
     return [size._replace(disk_blocks=disk_blocks, disk=text) for disk_blocks, text in found.items()]
 
 
-def _disks(given: argparse.Namespace, trace: RequestTrace, blocks: int, block_bytes: int) -> list[DiskPlan | None]:
+def _disk_plans(given: argparse.Namespace, trace: RequestTrace, blocks: int, block_bytes: int) -> list[DiskPlan | None]:
     """Return the disk of a size with each mode of writing; None if there is no disk.
 
     Unless given, the mode auto may write the disk's size per day, as in a daemon, and others have no limit. Nor has any
