@@ -245,7 +245,7 @@ class FileBacking:
                 os.unlink(self._path.name, dir_fd=self._directory_fd)
                 os.close(self._fd)
                 self._fd = -1
-            self._fd = os.open(self._path.parent, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+            self._fd = os.open(".", os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600, dir_fd=self._directory_fd)
             os.fchmod(self._fd, 0o600)
             os.ftruncate(self._fd, size)
         except OSError as error:

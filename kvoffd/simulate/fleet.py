@@ -34,7 +34,7 @@ MEASURED_FROM_NODES = 32
 """Nodes from which on the user sees how much memory a replay takes before it begins: a node takes up to 20 MiB."""
 MEASURED_NODES, MEASURED_ONE_OF = 4, 64
 """Least number of nodes over which that is measured, and how many nodes there are for each of them in a large fleet."""
-LATER = 1.25
+LATER_REPLAYS = 1.25
 """Factor for replays after the first, measured: glibc's heap does not use all that a replay has freed."""
 
 
@@ -317,7 +317,7 @@ def expected_bytes(trace: RequestTrace, policy: str, blocks: int, plan: FleetPla
     for fleet in fleets:
         for node in fleet.nodes:
             node.close()
-    return int(LATER * taken * plan.nodes / count)
+    return int(LATER_REPLAYS * taken * plan.nodes / count)
 
 
 def _resident_bytes() -> int:

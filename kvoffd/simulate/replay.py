@@ -43,7 +43,7 @@ class Replayed(NamedTuple):
     blocks: int
     accesses: int
     hits: int
-    """Keys found before each request's first that was not, in the pool or on the disk."""
+    """Leading keys of the requests that were found, in the pool or on the disk: up to the first that was not."""
     written: int
     """Blocks written to the pool."""
     disk: DiskPlan | None = None

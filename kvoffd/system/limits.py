@@ -147,6 +147,7 @@ def check_fits(wanted_bytes: int, limit: MemoryLimit) -> None:
     """Raise PoolTooLarge if ``wanted_bytes`` are more than the limit."""
     if wanted_bytes > limit.bytes:
         unit = 1 << (30 if limit.bytes >= 8 << 30 else 20)
+        # Not all of it: the pool's tables and the daemon itself need memory too.
         fits = exact_size(max(1, limit.bytes * 3 // 4 // unit) * unit)
         raise PoolTooLarge(
             f"The pool needs {format_size(wanted_bytes)}, but only {format_size(limit.bytes)} are available "

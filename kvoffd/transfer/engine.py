@@ -83,6 +83,7 @@ class SlotChecksums:
         return parts
 
     def read(self, part: Sequence[int]) -> None:
+        """Read the slots with these numbers, and keep their checksums."""
         found = self.digests([self.slots[number] for number in part])
         for number, checksum in zip(part, found, strict=True):
             self.sums[number] = checksum
