@@ -17,7 +17,7 @@ from typing import NamedTuple
 from kvoffd.cache import DEFAULT_POLICY, POLICY_NAMES
 from kvoffd.errors import KvoffdError
 from kvoffd.simulate import fleet_command
-from kvoffd.simulate.fleet import MEASURED_FROM_NODES, FleetPlan, expected_bytes, replay_fleet
+from kvoffd.simulate.fleet import MEASURED_FROM_NODES, expected_bytes, replay_fleet
 from kvoffd.simulate.optimum import optimum_percent, uses_of
 from kvoffd.simulate.replay import Replayed, replay
 from kvoffd.simulate.tiers import DiskPlan
@@ -142,7 +142,7 @@ def _replay_file(given: argparse.Namespace) -> str:
     if trace.skipped:
         print(f"{given.file} has {trace.skipped:,} objects without hash_ids, which are left out.", file=sys.stderr)
     if trace.others:
-        print(_unequal(trace), file=sys.stderr)
+        print(_kinds_of_blocks(trace), file=sys.stderr)
     try:
         return _replay_nodes(given, trace, nodes, policies) if nodes else _replay_one(given, trace, policies)
     finally:
@@ -177,7 +177,14 @@ def _replay_nodes(given: argparse.Namespace, trace: RequestTrace, nodes: int, po
         for policy, disk in product(policies, _disk_plans(given, trace, size.disk_blocks, block_bytes)):
             to_replay.append((size, policy, [plan._replace(disk=disk) for plan in plans]))
     if nodes >= MEASURED_FROM_NODES:
-        _say_memory(nodes, max(_expected_bytes(trace, policy, size, plans[0]) for size, policy, plans in to_replay))
+        taken_bytes = 0
+        for size, policy, plans in to_replay:
+            taken_bytes = max(taken_bytes, expected_bytes(trace, policy, size.blocks, plans[0]))
+            gc.collect()  # as after each replay
+        limit = memory_limit()
+        there = f"{format_size(limit.bytes)} are available ({limit.source})"
+        taken = f"takes about {format_size(taken_bytes)} of memory"
+        print(f"A replay over {nodes} nodes {taken}; {there}.", file=sys.stderr)
     rows = []
     for size, policy, plans in to_replay:
         for number, (plan, shares) in enumerate(fleet_command.compared(plans), 1):
@@ -187,25 +194,13 @@ def _replay_nodes(given: argparse.Namespace, trace: RequestTrace, nodes: int, po
     return json.dumps(fleet_command.as_json(trace, rows)) if given.json else fleet_command.as_table(trace, rows)
 
 
-def _expected_bytes(trace: RequestTrace, policy: str, size: Size, plan: FleetPlan) -> int:
-    taken = expected_bytes(trace, policy, size.blocks, plan)
-    gc.collect()  # as between replays
-    return taken
-
-
-def _say_memory(nodes: int, taken_bytes: int) -> None:
-    limit = memory_limit()
-    there = f"{format_size(limit.bytes)} are available ({limit.source})"
-    print(f"A replay over {nodes} nodes takes about {format_size(taken_bytes)} of memory; {there}.", file=sys.stderr)
-
-
 def _show_progress(text: str) -> None:
     """Replace the text shown on a terminal's stderr."""
     if sys.stderr.isatty():
         print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
 
 
-def _unequal(trace: RequestTrace) -> str:
+def _kinds_of_blocks(trace: RequestTrace) -> str:
     kinds = ", ".join(
         f"{tokens} tokens in {format_size(nbytes)} ({100 * part:.1f} %)" for tokens, nbytes, part in trace.others
     )
