@@ -80,7 +80,6 @@ def test_memory_for_which_a_thread_does_not_start_is_not_touched_to_its_end(
     with pytest.raises(NoMoreThreads):
         pool.touch(2, lambda _: None, segments=parts)
     assert os.fstat(pool.fd).st_blocks * 512 <= started * memory.TOUCH_CHUNK_BYTES
-    monkeypatch.setattr(threading.Thread, "start", start)
     numbers = count()
     with pytest.raises(NoMoreThreads):
         list(memory.allocate_near(FileCalls(), pool.fd, parts, lambda: False))
