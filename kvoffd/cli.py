@@ -138,7 +138,8 @@ def _limit_of_new_pool(config: Config) -> MemoryLimit | None:
     try:
         if lies_on_hugetlbfs(directory_fd, path):
             return None
-        return tmpfs_limit(directory_fd, path.parent, held_bytes(path.stat()) if path.exists() else 0)
+        held = held_bytes(path.stat()) if os.path.exists(path) else 0  # Path.exists may raise PermissionError
+        return tmpfs_limit(directory_fd, path.parent, held)
     finally:
         os.close(directory_fd)
 
