@@ -179,7 +179,7 @@ def _make_new(
 
     Raises PoolTooLarge.
     """
-    pool = None
+    pool: PoolMemory | None = None
     if take_reserved is not None and (pool := take_reserved()) is None:
         # A cgroup's limit refused them, or another process took them; other memory was not checked yet.
         check_fits(geometry.pool_bytes + geometry.size_bytes, memory_limit())
