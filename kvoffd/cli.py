@@ -61,9 +61,10 @@ class _Parser(argparse.ArgumentParser):
     """Prints one sentence for an error instead of the usage."""
 
     def error(self, message: str) -> NoReturn:
-        unknown = message.removeprefix(_UNKNOWN).split()[0].split("=")[0] if message.startswith(_UNKNOWN) else ""
-        if nearest := unknown and did_you_mean(unknown, self._option_string_actions):
-            message = f"{message} ({nearest})"
+        if message.startswith(_UNKNOWN):
+            first = message.removeprefix(_UNKNOWN).partition(" ")[0].partition("=")[0]
+            if nearest := did_you_mean(first, self._option_string_actions):
+                message = f"{message} ({nearest})"
         hint = f"{self.prog} --help shows the options"
         if "argument COMMAND" in message:
             hint = "kvoffd serve runs the daemon, kvoffd-cli inspects one; each has a --help"
@@ -125,22 +126,20 @@ def _check_machine(config: Config) -> None:
 
 def _limit_of_new_pool(config: Config) -> MemoryLimit | None:
     """Return the memory of which a start would make a pool, with that of a pool file that it would use or replace. None
-    for reserved huge pages, which no other limit counts. Raises KvoffdError if the pool file would lie on a disk."""
+    for reserved huge pages, which no other limit counts. Raises KvoffdError if the pool file cannot be made there."""
     from kvoffd.system.files import held_bytes
-    from kvoffd.system.limits import fits_reserved, lies_on_hugetlbfs, memory_limit, tmpfs_limit
+    from kvoffd.system.limits import fits_reserved, lies_on_hugetlbfs, memory_limit, open_pool_directory, tmpfs_limit
 
     if not config.pool_file:
         is_reserved = config.reserved_pages == "auto" and fits_reserved(config.pool_bytes)
         return None if is_reserved else memory_limit()
     path = Path(config.pool_file)
-    try:
-        directory_fd = os.open(path.parent, os.O_PATH | os.O_CLOEXEC)
-    except OSError:
-        return memory_limit()
+    directory_fd = open_pool_directory(path)
     try:
         if lies_on_hugetlbfs(directory_fd, path):
             return None
-        return tmpfs_limit(directory_fd, path.parent, held_bytes(path.stat()) if path.exists() else 0)
+        held = held_bytes(path.stat()) if os.path.exists(path) else 0  # Path.exists may raise PermissionError
+        return tmpfs_limit(directory_fd, path.parent, held)
     finally:
         os.close(directory_fd)
 
@@ -179,6 +178,7 @@ def serve(config: Config) -> int:
     except KvoffdError as error:
         return _refuse(str(error), config.log_format)
     except RuntimeError as error:
+        # Threads of the loop's executor and of the log are not started by ``threads.start``.
         if str(error) != "can't start new thread":
             raise
         return _refuse(str(NoMoreThreads()), config.log_format)

@@ -132,6 +132,7 @@ def choice(*choices: str) -> SettingKind:
 
 
 def _per_day(value: object) -> int | None:
+    """Return bytes a day, 0 for no limit; None for ``auto``."""
     if isinstance(value, str) and value.strip().lower() == AUTO:
         return None
     try:
@@ -594,6 +595,7 @@ def load_config(
     """
     path = config_path if config_path is not None else environ.get(CONFIG_VARIABLE, "").strip() or None
     by_flag = {one.name: (flags[one.name], f"flag {one.flag}") for one in SETTINGS if flags.get(one.name) is not None}
+    # Each overrides those before it. An overridden value must be valid too: it would count without the flag.
     layers = [_from_file(Path(path)) if path is not None else {}, _from_environ(environ), by_flag]
     values: dict[str, Any] = {}
     sources: dict[str, str] = {}

@@ -67,7 +67,7 @@ def pool_bytes_for(slot_bytes: int) -> int:
 
 
 class PoolSegment(NamedTuple):
-    """Bytes [begin, end) of the pool, all on one NUMA node."""
+    """Bytes [begin, end) of the pool, or of the file that it lies in, all on one NUMA node."""
 
     begin: int
     end: int
@@ -183,8 +183,8 @@ class SlotAllocator(Structure):
         The fullest regions of the size come first, so that others become entirely free.
         """
         taken = np.empty(count, np.uint32)
-        number = NO_NODE if node is None else node
-        return taken[: self._native.slots_take(self.address, slot_bytes, count, number, taken.ctypes.data, 1)]
+        number, stride = NO_NODE if node is None else node, 1  # one slot behind the other in ``taken``
+        return taken[: self._native.slots_take(self.address, slot_bytes, count, number, taken.ctypes.data, stride)]
 
     def slots_in(self, region: int, slot_bytes: int) -> int:
         """Return how many slots of a size fit the region."""

@@ -21,7 +21,6 @@ from kvoffd.system.files import (
     foreign_owner,
     held_bytes,
     is_regular,
-    open_directory,
     try_lock,
 )
 from kvoffd.system.limits import (
@@ -31,6 +30,7 @@ from kvoffd.system.limits import (
     free_huge_pages,
     lies_on_hugetlbfs,
     memory_limit,
+    open_pool_directory,
     tmpfs_limit,
 )
 from kvoffd.system.mappings import HUGETLBFS_MAGIC, filesystem_magic
@@ -47,8 +47,6 @@ _RESERVED_LIMIT = MemoryLimit(NO_LIMIT, "reserved huge pages")
 
 Memories: TypeAlias = tuple[PoolMemory, PoolMemory]
 """Memory of a pool, and of its slot table."""
-Allocating: TypeAlias = tuple[Callable[[int], None], Callable[[], bool]]
-"""``on_progress`` and ``should_stop`` of a backing, for the allocation of reserved huge pages."""
 
 
 class NewBacking:
@@ -67,7 +65,9 @@ class NewBacking:
         *,
         takes_reserved: bool = True,
     ) -> None:
-        self._allocating: Allocating = on_progress, should_stop
+        self._take_reserved = partial(
+            PoolMemory.take_reserved, name=POOL_NAME, on_progress=on_progress, should_stop=should_stop
+        )
         self._takes_reserved = takes_reserved
 
     def limit(self, pool_bytes: int) -> MemoryLimit:
@@ -83,7 +83,8 @@ class NewBacking:
         if not in_reserved:  # another process may have taken the pages that ``limit`` saw
             check_fits(size_bytes + geometry.size_bytes, memory_limit())
         create = partial(PoolMemory.create_private, size_bytes)
-        return _make_new(geometry, segments, self._allocating, create, in_reserved=in_reserved)
+        take_reserved = partial(self._take_reserved, size_bytes, segments=segments) if in_reserved else None
+        return _make_new(geometry, create, take_reserved)
 
     def _fits_reserved(self, pool_bytes: int) -> bool:
         return self._takes_reserved and fits_reserved(pool_bytes)
@@ -108,7 +109,9 @@ class MemfdBacking:
         takes_reserved: bool = True,
     ) -> None:
         self._stored, self._on_discard = stored, on_discard
-        self._allocating: Allocating = on_progress, should_stop
+        self._take_reserved = partial(
+            PoolMemory.take_reserved, name=POOL_NAME, on_progress=on_progress, should_stop=should_stop
+        )
         self._takes_reserved = takes_reserved
 
     def limit(self, pool_bytes: int) -> MemoryLimit:
@@ -140,7 +143,9 @@ class MemfdBacking:
         """Make new memory, as ``NewBacking`` does, after freeing an earlier daemon's. Raises PoolTooLarge."""
         size_bytes = geometry.pool_bytes
         in_reserved = self._takes_reserved and fits_reserved(size_bytes, self._held_bytes(reserved=True))
-        if not in_reserved:  # ``limit`` counted reserved pages; some of them are gone, or of too few for this pool
+        if not in_reserved:
+            # ``limit`` may have counted reserved pages alone: those of an earlier daemon, whose pool turned out to be
+            # unusable, or free ones that another process has taken since.
             freed_bytes = self._held_bytes(reserved=False)
             check_fits(size_bytes + geometry.size_bytes, memory_limit(freed_bytes=freed_bytes))
         if self._stored is not None:
@@ -148,7 +153,8 @@ class MemfdBacking:
             if self._on_discard is not None:
                 self._on_discard()
         create = partial(PoolMemory.create, size_bytes, POOL_NAME)
-        return _make_new(geometry, segments, self._allocating, create, in_reserved=in_reserved)
+        take_reserved = partial(self._take_reserved, size_bytes, segments=segments) if in_reserved else None
+        return _make_new(geometry, create, take_reserved)
 
     def _held_bytes(self, *, reserved: bool) -> int:
         """Return the bytes that an earlier daemon's memfds hold in reserved huge pages, or in all other memory.
@@ -166,22 +172,18 @@ class MemfdBacking:
 
 
 def _make_new(
-    geometry: TableGeometry,
-    segments: Sequence[PoolSegment],
-    allocating: Allocating,
-    create: Callable[[], PoolMemory],
-    *,
-    in_reserved: bool,
+    geometry: TableGeometry, create: Callable[[], PoolMemory], take_reserved: Callable[[], PoolMemory | None] | None
 ) -> Memories:
-    """Make new memory for a pool and its table: the pool's ``in_reserved`` huge pages, or else by ``create``.
+    """Make new memory for a pool and its table: the pool's by ``take_reserved``, or where that is None or returns None,
+    by ``create``.
 
     Raises PoolTooLarge.
     """
-    size_bytes = geometry.pool_bytes
-    pool = PoolMemory.take_reserved(size_bytes, POOL_NAME, *allocating, segments) if in_reserved else None
+    pool: PoolMemory | None = None
+    if take_reserved is not None and (pool := take_reserved()) is None:
+        # A cgroup's limit refused them, or another process took them; other memory was not checked yet.
+        check_fits(geometry.pool_bytes + geometry.size_bytes, memory_limit())
     if pool is None:
-        if in_reserved:  # a cgroup's limit refused them, or another process took them; other memory was not checked yet
-            check_fits(size_bytes + geometry.size_bytes, memory_limit())
         pool = create()
     with OnError(pool.close):
         return pool, PoolMemory.create(geometry.size_bytes, TABLE_NAME)
@@ -208,17 +210,9 @@ class FileBacking:
         should_stop: Callable[[], bool] = lambda: False,
     ) -> None:
         self._on_progress, self._should_stop = on_progress, should_stop
-        if path.is_dir():
-            raise KvoffdError(f"The pool file {path} is a directory; name a file in it, such as {path}/kvoffd.pool.")
         self._path = path
         self._calls = FileCalls()
-        try:
-            self._directory_fd = open_directory(path.parent)
-        except OSError as error:
-            raise KvoffdError(
-                f"The directory {path.parent} of the pool file cannot be opened ({error.strerror}); "
-                "mount a tmpfs there or name another file."
-            ) from error
+        self._directory_fd = open_pool_directory(path)
         self._fd = -1
         with OnError(self.close):
             self._huge = lies_on_hugetlbfs(self._directory_fd, path)
@@ -251,7 +245,7 @@ class FileBacking:
                 os.unlink(self._path.name, dir_fd=self._directory_fd)
                 os.close(self._fd)
                 self._fd = -1
-            self._fd = os.open(self._path.parent, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+            self._fd = os.open(".", os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600, dir_fd=self._directory_fd)
             os.fchmod(self._fd, 0o600)
             os.ftruncate(self._fd, size)
         except OSError as error:
@@ -261,9 +255,10 @@ class FileBacking:
             ) from error
         locked = try_lock(self._fd)
         assert locked, "nobody else can know a file without a name"
-        parts = [PoolSegment(table_bytes + one.begin, table_bytes + one.end, one.locality) for one in segments]
-        placed = parts[-1].end if parts else table_bytes
-        self._allocate(size, [PoolSegment(0, table_bytes, NOWHERE), *parts, PoolSegment(placed, size, NOWHERE)])
+        parts = [PoolSegment(0, table_bytes, NOWHERE)]
+        parts += [PoolSegment(table_bytes + one.begin, table_bytes + one.end, one.locality) for one in segments]
+        parts.append(PoolSegment(parts[-1].end, size, NOWHERE))  # the pool without segments, else what rounds it up
+        self._allocate(size, parts)
         return self._map(geometry)
 
     def publish(self) -> None:

@@ -9,14 +9,13 @@ import mmap
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing
-from itertools import chain
 from math import inf
 
 import numpy as np
 
-from kvoffd.errors import PoolTooLarge, UnsafeSegment
+from kvoffd.errors import NoMoreThreads, PoolTooLarge, UnsafeSegment
 from kvoffd.pool.allocator import PoolSegment
 from kvoffd.system.files import FileCalls, OnError
 from kvoffd.system.limits import memory_limit
@@ -35,6 +34,7 @@ from kvoffd.system.mappings import (
     view_of,
 )
 from kvoffd.system.numa import NOWHERE, run_near, usable_cpus
+from kvoffd.system.threads import submit
 
 # Bytes that a thread touches at once: short enough to stop soon and to show progress, long enough to cost nothing.
 TOUCH_CHUNK_BYTES = 32 << 20
@@ -89,7 +89,7 @@ class PoolMemory:
         """Make a memfd as ``create`` does, all of it in reserved huge pages and resident; None if the kernel refuses.
 
         A cgroup may have a limit of them. ``on_progress``: called with the bytes allocated so far. ``should_stop``: see
-        ``allocate_near``. ``segments``: see ``touch``.
+        ``allocate_near``. ``segments``: see ``touch``. Raises NoMoreThreads.
         """
         with ExitStack() as undo:
             try:
@@ -188,6 +188,7 @@ class PoolMemory:
 
         Raises:
             PoolTooLarge: the memory is not available.
+            NoMoreThreads: one of the threads cannot be started.
         """
         self._ask_for_huge_pages()
         threads = threads or min(16, len(usable_cpus()))
@@ -202,18 +203,20 @@ class PoolMemory:
         parts = segments or [PoolSegment(0, self.size_bytes, NOWHERE)]
         threads_per_part = max(1, threads // len(parts))
         with ExitStack() as executors:
-            chunks: list[Iterator[int]] = []
-            for begin, end, near in parts:
-                executor = ThreadPoolExecutor(threads_per_part, "kvoffd-touch", run_near, (near,))
-                executors.enter_context(executor)
-                offsets = range(begin, end, TOUCH_CHUNK_BYTES)
-                chunks.append(executor.map(touch_chunk, offsets, [min(TOUCH_CHUNK_BYTES, end - at) for at in offsets]))
+            chunks: list[Future[int]] = []
             try:
-                for length in chain(*chunks):
-                    touched_bytes += length
+                for begin, end, near in parts:
+                    executor = ThreadPoolExecutor(threads_per_part, "kvoffd-touch", run_near, (near,))
+                    executors.enter_context(executor)
+                    chunks += [
+                        submit(executor, touch_chunk, at, min(TOUCH_CHUNK_BYTES, end - at))
+                        for at in range(begin, end, TOUCH_CHUNK_BYTES)
+                    ]
+                for chunk in chunks:
+                    touched_bytes += chunk.result()
                     on_progress(touched_bytes)
             except BaseException:
-                failed = True
+                failed = True  # the executors end only after all that was submitted
                 raise
         return touched_bytes
 
@@ -244,7 +247,7 @@ class PoolMemory:
             try:
                 other = opened.enter_context(closing(PoolMemory.create_private(2 * sample_bytes)))
                 other.touch(1)
-            except (PoolTooLarge, RuntimeError):  # RuntimeError: no thread can be started
+            except (PoolTooLarge, NoMoreThreads):
                 return 0.0
             huge_bytes = huge_page_bytes(other.mapping)
             if huge_bytes is not None and huge_bytes < 2 * sample_bytes:
@@ -283,14 +286,14 @@ def allocate_near(
 ) -> Iterator[int]:
     """Allocate parts of a file of memory in steps, each by a thread near its NUMA node, which places its pages there;
     yield before each step how many bytes are allocated. End after a step once ``should_stop`` returns True. Raises
-    OSError."""
+    OSError, NoMoreThreads."""
     done_bytes = 0
     for begin, end, near in parts:
         with ThreadPoolExecutor(1, "kvoffd-allocate", run_near, (near,)) as executor:
             for offset in range(begin, end, ALLOCATE_STEP_BYTES):
                 yield done_bytes
                 length = min(ALLOCATE_STEP_BYTES, end - offset)
-                executor.submit(calls.allocate, fd, offset, length).result()
+                submit(executor, calls.allocate, fd, offset, length).result()
                 done_bytes += length
                 if should_stop():
                     return

@@ -44,7 +44,9 @@ class PoolPages(NamedTuple):
 
 
 class Pool:
-    """Owns the pool's memory and its slot table. Only ``touch`` and ``digests`` may run in other threads.
+    """Owns the pool's memory and its slot table.
+
+    Only ``touch``, ``map_pages``, ``measure_pages`` and ``digests`` may run while another thread uses the pool.
 
     The pool reuses memory that an earlier daemon left in ``backing``, with the slot table in it; ``cache/recovery``
     finds the blocks.

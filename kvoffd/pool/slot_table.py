@@ -210,7 +210,7 @@ class SlotTable:
         number = self._snapshot + 1
         begin = self._halves_at + number % 2 * half_bytes
         word = self._bytes[begin : begin + 8].cast("Q")
-        word[0] = 0
+        word[0] = 0  # no snapshot here while the rest is written
         self._bytes[begin + _SNAPSHOT.size : begin + _SNAPSHOT.size + len(content)] = content
         crc = zlib.crc32(content, number)  # so that a number of another snapshot does not fit the content
         self._bytes[begin + 8 : begin + _SNAPSHOT.size] = _SNAPSHOT.pack(number, len(content), crc)[8:]

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from kvoffd.cache import DEFAULT_POLICY, POLICY_NAMES
 from kvoffd.errors import KvoffdError
 from kvoffd.simulate import fleet_command
-from kvoffd.simulate.fleet import MEASURED_FROM_NODES, FleetPlan, expected_bytes, replay_fleet
+from kvoffd.simulate.fleet import MEASURED_FROM_NODES, expected_bytes, replay_fleet
 from kvoffd.simulate.optimum import optimum_percent, uses_of
 from kvoffd.simulate.replay import Replayed, replay
 from kvoffd.simulate.tiers import DiskPlan
@@ -142,7 +142,7 @@ def _replay_file(given: argparse.Namespace) -> str:
     if trace.skipped:
         print(f"{given.file} has {trace.skipped:,} objects without hash_ids, which are left out.", file=sys.stderr)
     if trace.others:
-        print(_unequal(trace), file=sys.stderr)
+        print(_kinds_of_blocks(trace), file=sys.stderr)
     try:
         return _replay_nodes(given, trace, nodes, policies) if nodes else _replay_one(given, trace, policies)
     finally:
@@ -155,7 +155,7 @@ def _replay_one(given: argparse.Namespace, trace: RequestTrace, policies: Sequen
     results = []
     for size in _sizes(given, trace, block_bytes, trace.distinct, DIVISORS):
         possible = optimum_percent(uses, size.blocks + size.disk_blocks)
-        for disk in _disks(given, trace, size.disk_blocks, block_bytes):
+        for disk in _disk_plans(given, trace, size.disk_blocks, block_bytes):
             for policy, hints in product(policies, (False, True) if trace.hints else (False,)):
                 _show_progress(f"replaying: {policy}, {size.label}")
                 results.append(Row(size, replay(trace, policy, size.blocks, disk, hints=hints), possible))
@@ -170,33 +170,28 @@ def _replay_nodes(given: argparse.Namespace, trace: RequestTrace, nodes: int, po
         raise ValueError("The trace does not give the tokens of a block, which --nodes needs.")
     if trace.hints:
         print(f"The {len(trace.hints):,} hints in {given.file} are left out.", file=sys.stderr)
-    every = []
+    to_replay = []
     """Size, policy, and plans that differ in the router's rule."""
     for size in _sizes(given, trace, block_bytes, max(1, trace.distinct // nodes), DIVISORS_OF_NODES):
         plans = fleet_command.make_plans(given, trace, nodes, size.blocks, block_bytes)
-        for policy, disk in product(policies, _disks(given, trace, size.disk_blocks, block_bytes)):
-            every.append((size, policy, [plan._replace(disk=disk) for plan in plans]))
+        for policy, disk in product(policies, _disk_plans(given, trace, size.disk_blocks, block_bytes)):
+            to_replay.append((size, policy, [plan._replace(disk=disk) for plan in plans]))
     if nodes >= MEASURED_FROM_NODES:
-        _say_memory(nodes, max(_expected_bytes(trace, policy, size, plans[0]) for size, policy, plans in every))
+        taken_bytes = 0
+        for size, policy, plans in to_replay:
+            taken_bytes = max(taken_bytes, expected_bytes(trace, policy, size.blocks, plans[0]))
+            gc.collect()  # as after each replay
+        limit = memory_limit()
+        there = f"{format_size(limit.bytes)} are available ({limit.source})"
+        taken = f"takes about {format_size(taken_bytes)} of memory"
+        print(f"A replay over {nodes} nodes {taken}; {there}.", file=sys.stderr)
     rows = []
-    for size, policy, plans in every:
+    for size, policy, plans in to_replay:
         for number, (plan, shares) in enumerate(fleet_command.compared(plans), 1):
             _show_progress(f"replaying: {policy}, {size.label}, {number}")
             rows.append((size.label, replay_fleet(trace, policy, size.blocks, plan, shares)))
             gc.collect()  # the nodes refer to each other, and most of their memory is not Python's
     return json.dumps(fleet_command.as_json(trace, rows)) if given.json else fleet_command.as_table(trace, rows)
-
-
-def _expected_bytes(trace: RequestTrace, policy: str, size: Size, plan: FleetPlan) -> int:
-    taken = expected_bytes(trace, policy, size.blocks, plan)
-    gc.collect()  # as between replays
-    return taken
-
-
-def _say_memory(nodes: int, taken_bytes: int) -> None:
-    limit = memory_limit()
-    there = f"{format_size(limit.bytes)} are available ({limit.source})"
-    print(f"A replay over {nodes} nodes takes about {format_size(taken_bytes)} of memory; {there}.", file=sys.stderr)
 
 
 def _show_progress(text: str) -> None:
@@ -205,7 +200,7 @@ def _show_progress(text: str) -> None:
         print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
 
 
-def _unequal(trace: RequestTrace) -> str:
+def _kinds_of_blocks(trace: RequestTrace) -> str:
     kinds = ", ".join(
         f"{tokens} tokens in {format_size(nbytes)} ({100 * part:.1f} %)" for tokens, nbytes, part in trace.others
     )
@@ -287,7 +282,7 @@ def _with_disks(given: argparse.Namespace, size: Size, block_bytes: int) -> list
     return [size._replace(disk_blocks=disk_blocks, disk=text) for disk_blocks, text in found.items()]
 
 
-def _disks(given: argparse.Namespace, trace: RequestTrace, blocks: int, block_bytes: int) -> list[DiskPlan | None]:
+def _disk_plans(given: argparse.Namespace, trace: RequestTrace, blocks: int, block_bytes: int) -> list[DiskPlan | None]:
     """Return the disk of a size with each mode of writing; None if there is no disk.
 
     Unless given, the mode auto may write the disk's size per day, as in a daemon, and others have no limit. Nor has any

@@ -34,7 +34,7 @@ MEASURED_FROM_NODES = 32
 """Nodes from which on the user sees how much memory a replay takes before it begins: a node takes up to 20 MiB."""
 MEASURED_NODES, MEASURED_ONE_OF = 4, 64
 """Least number of nodes over which that is measured, and how many nodes there are for each of them in a large fleet."""
-LATER = 1.25
+LATER_REPLAYS = 1.25
 """Factor for replays after the first, measured: glibc's heap does not use all that a replay has freed."""
 
 
@@ -154,8 +154,8 @@ class _Router:
     ) -> None:
         self._trace, self._plan, self._index, self._busy_until = trace, plan, index, busy_until
         self._chance = random.Random(SEED)
-        self.every = (1 << plan.nodes) - 1
-        """All nodes, as in ``BlockPlaces``."""
+        self.all_nodes = (1 << plan.nodes) - 1
+        """All nodes, as a set of ``BlockPlaces``."""
 
     def choose(self, number: int, keys: Sequence[bytes], now: float) -> int:
         """Return the node of a request."""
@@ -167,7 +167,7 @@ class _Router:
             sessions = self._trace.sessions
             session = sessions[number].to_bytes(8, "big") if sessions else b"".join(keys[:SESSION_BLOCKS])
             return int.from_bytes(blake2b(session, digest_size=8).digest(), "big") % self._plan.nodes
-        candidates = self.every
+        candidates = self.all_nodes
         if self._trace.seconds and self._plan.busy_s < inf:
             waits = np.maximum(0.0, self._busy_until - now)
             candidates = _nodes(waits <= waits.min() + self._plan.busy_s)
@@ -177,7 +177,7 @@ class _Router:
         """Return the node among these that has computed its prompts first; the first of several."""
         if nodes.bit_count() == 1:
             return nodes.bit_length() - 1
-        if nodes == self.every:
+        if nodes == self.all_nodes:
             return int(self._busy_until.argmin())
         chosen = [at for at in range(nodes.bit_length()) if nodes >> at & 1]
         return chosen[int(self._busy_until[chosen].argmin())]
@@ -185,7 +185,7 @@ class _Router:
     def peer_of(self, node: int, keys: Sequence[bytes]) -> int:
         """Return the other node with the longest prefix in its pool, or any if none has the first key; as in
         ``BlockPlaces``."""
-        holders = self._index.longest_prefix(keys, self.every & ~(1 << node), only_pools=True)
+        holders = self._index.longest_prefix(keys, self.all_nodes & ~(1 << node), only_pools=True)
         return holders & -holders  # the first of them
 
 
@@ -214,7 +214,7 @@ class _Fleet:
                 disk = disk._replace(blocks=disk.blocks * plan.nodes, per_day_blocks=disk.per_day_blocks * plan.nodes)
         is_sharing = shares is not Shares.NOTHING and plan.is_sharing
         self.nodes = [
-            Node(trace, policy, size, self._clock, NodeEvents(at, self._indexes), disk, shares=is_sharing)
+            Node(trace, policy, size, self._clock, NodeEvents(at, self._indexes), disk, has_shared_tiers=is_sharing)
             for at in range(pools)
         ]
         if is_sharing:
@@ -242,7 +242,7 @@ class _Fleet:
         for index in self._indexes:
             index.update()
         if self._shares is Shares.ONE_POOL:
-            return self.router.least_busy(self.router.every), self.nodes[0].serve(packed)
+            return self.router.least_busy(self.router.all_nodes), self.nodes[0].serve(packed)
         keys = [packed[at : at + KEY_BYTES] for at in range(0, len(packed), KEY_BYTES)]
         at = self.router.choose(number, keys, self.now)
         if self._plan.named_peer and self.peers:
@@ -317,7 +317,7 @@ def expected_bytes(trace: RequestTrace, policy: str, blocks: int, plan: FleetPla
     for fleet in fleets:
         for node in fleet.nodes:
             node.close()
-    return int(LATER * taken * plan.nodes / count)
+    return int(LATER_REPLAYS * taken * plan.nodes / count)
 
 
 def _resident_bytes() -> int:
@@ -330,6 +330,6 @@ def _by_source(found: FoundPrefix) -> Counter[str]:
     if found.loaded is None:
         return Counter({POOL.kind: found.hits})
     sources: Counter[str] = Counter()
-    for number, count in Counter(found.loaded.numbers).items():
+    for number, count in Counter(found.loaded.numbers).items():  # a byte for each key: the number of its source
         sources[found.loaded.sources.get(number, POOL).kind] += count
     return sources

@@ -43,7 +43,7 @@ class Replayed(NamedTuple):
     blocks: int
     accesses: int
     hits: int
-    """Keys found before each request's first that was not, in the pool or on the disk."""
+    """Leading keys of the requests that were found, in the pool or on the disk: up to the first that was not."""
     written: int
     """Blocks written to the pool."""
     disk: DiskPlan | None = None
@@ -108,7 +108,7 @@ class Node:
 
     Args:
         blocks: size of the pool. What exceeds the trace's accesses can never be used, and is left out.
-        shares: whether the caller will add a store or peers to ``below``.
+        has_shared_tiers: whether the caller will add a store or peers to ``below``.
 
     Attributes:
         below: None without a disk, a store and peers.
@@ -123,12 +123,12 @@ class Node:
         events: CacheListener = SILENCE,
         disk: DiskPlan | None = None,
         *,
-        shares: bool = False,
+        has_shared_tiers: bool = False,
     ) -> None:
         self.cache = open_cache(policy, max(1, min(blocks, trace.accesses)), clock, events)
         self.namespace = open_namespace(self.cache, trace)
         self.below: SimulatedTiers | None = None
-        if disk is not None or shares:
+        if disk is not None or has_shared_tiers:
             self.below = SimulatedTiers(self.cache, events, clock, disk, BLOCK_BYTES)
         self._step_blocks = max(1, STEP_TOKENS // max(1, trace.tokens_per_block))
 

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from kvoffd.cache.hooks import NO_TOKENS, BlockTokens
 from kvoffd.cache.namespace import Namespace
+from kvoffd.simulate.disk import whole_block
 from kvoffd.tiers.fullness import Fullness
 from kvoffd.tiers.header import Block, BlockGroup
 from kvoffd.tiers.store import Store, StoreUsage
@@ -163,8 +164,7 @@ class _Instant(Tier):
         if not self._use(key):
             return False
         self.counters.read_blocks += 1
-        ones = (1,) * len(group.lengths)
-        self._post(lambda: on_end(Result.DONE, Block(group, key, tuple(0 for _ in ones), ones)))
+        self._post(lambda: on_end(Result.DONE, whole_block(group, key)))
         return True
 
     def remove(self, group: BlockGroup, keys: Sequence[bytes], *, for_all_nodes: bool = False) -> None:

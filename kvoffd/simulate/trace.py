@@ -36,7 +36,7 @@ MAX_TOKENS = (1 << 31) - 1
 """The most tokens of a block."""
 MAX_TIME = 1 << 63
 """The latest ``timestamp`` or ``t``, and as a negative number the earliest."""
-MAX_ACCESSES = 1 << 26
+MAX_REQUESTS_AND_BLOCKS = 1 << 26
 """Limit of requests and their blocks together: a replay takes about 190 bytes for each, and a small file may unpack to
 any number."""
 ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
@@ -195,7 +195,7 @@ class _TraceParts:
         self._kinds: Counter[tuple[int, int]] = Counter()
         """Number of blocks by their tokens and bytes, 0 for unknown, as far as lines give them."""
         self._lengths = _Lengths()
-        self._missing = self._skipped = self._accesses = self._own_keys = 0
+        self._missing = self._skipped = self._requests_and_blocks = self._own_keys = 0
 
     def add(self, line: _Line) -> None:
         """Add a request, a hint, or the requests of a session. Raises BadTrace if the trace gets too large."""
@@ -210,9 +210,9 @@ class _TraceParts:
         """Key by number, if the session's numbers mean other blocks than those of others."""
         for one in line.flat():
             ids = one.hash_ids or []
-            self._accesses += 1 + len(ids)
-            if self._accesses > MAX_ACCESSES:
-                why = f"has more than {MAX_ACCESSES:,} requests and blocks of requests, together"
+            self._requests_and_blocks += 1 + len(ids)
+            if self._requests_and_blocks > MAX_REQUESTS_AND_BLOCKS:
+                why = f"has more than {MAX_REQUESTS_AND_BLOCKS:,} requests and blocks of requests, together"
                 raise BadTrace(f"{self._path} {why}, which are too many to replay; give a part of its lines.")
             if is_session and line.hash_id_scope == "local":
                 ids = [own.setdefault(block, OWN_KEY + self._own_keys + len(own)) for block in ids]
@@ -254,6 +254,7 @@ class _TraceParts:
             sessions = []
         if self._begin_together and seconds:  # the sessions, one after the other in the file, ran at the same time
             by_time = sorted((at, number) for number, at in enumerate(seconds))
+            # A hint comes before the first request that is later, or as late and behind the hint in the file.
             hints = [one._replace(before=bisect_left(by_time, (one.seconds, one.before))) for one in hints]
             hints.sort(key=lambda one: (one.before, one.seconds))
             requests, seconds = [requests[number] for _, number in by_time], [at for at, _ in by_time]

@@ -74,6 +74,7 @@ class DaemonDirectory:
             except FileInUse as error:
                 holder = text_of(directory / LOCK_FILE)[:32] or "unknown"
                 what = f"Another kvoffd (pid {holder}) serves {directory}; stop it first or choose another --directory."
+                # A zombie keeps its lock until its last thread has returned from the kernel.
                 if ") Z " in text_of(Path(f"/proc/{holder}/stat")):
                     what = (
                         f"The kvoffd that served {directory} (pid {holder}) was killed and is still exiting: its "

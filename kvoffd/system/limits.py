@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvoffd.errors import KvoffdError, PoolTooLarge
-from kvoffd.system.files import held_bytes, text_of
+from kvoffd.system.files import held_bytes, open_directory, text_of
 from kvoffd_proto.cuda import descriptor_limits
 from kvoffd_proto.units import exact_size, format_size
 
@@ -80,6 +80,20 @@ def memory_limit(
     return min(limits, key=lambda limit: limit.bytes)
 
 
+def open_pool_directory(path: Path) -> int:
+    """Return a descriptor of the directory of a pool file. Raises KvoffdError if there is none, or if the file itself
+    is a directory."""
+    if os.path.isdir(path):
+        raise KvoffdError(f"The pool file {path} is a directory; name a file in it, such as {path}/kvoffd.pool.")
+    try:
+        return open_directory(path.parent)
+    except OSError as error:
+        raise KvoffdError(
+            f"The directory {path.parent} of the pool file cannot be opened ({error.strerror}); "
+            "mount a tmpfs there or name another file."
+        ) from error
+
+
 def lies_on_hugetlbfs(directory_fd: int, path: Path) -> bool:
     """Return whether a pool file in this directory would, not on tmpfs. Raises KvoffdError if on neither."""
     from kvoffd.system.mappings import HUGETLBFS_MAGIC, TMPFS_MAGIC, filesystem_magic  # with NumPy
@@ -133,6 +147,7 @@ def check_fits(wanted_bytes: int, limit: MemoryLimit) -> None:
     """Raise PoolTooLarge if ``wanted_bytes`` are more than the limit."""
     if wanted_bytes > limit.bytes:
         unit = 1 << (30 if limit.bytes >= 8 << 30 else 20)
+        # Not all of it: the pool's tables and the daemon itself need memory too.
         fits = exact_size(max(1, limit.bytes * 3 // 4 // unit) * unit)
         raise PoolTooLarge(
             f"The pool needs {format_size(wanted_bytes)}, but only {format_size(limit.bytes)} are available "
@@ -179,6 +194,7 @@ def _cgroup_limits(
 
     In a container the path may be the host's and not exist below the mount; then the mount is the container's cgroup.
     """
+    # The path of a cgroup outside this process's cgroup namespace has "..".
     own = root / path.lstrip("/")
     inside = [one for one in (own, *own.parents) if root in one.parents and ".." not in one.parts]
     return filter(None, (_cgroup_limit(one, files, freed_bytes, cache_fields) for one in (*inside, root)))

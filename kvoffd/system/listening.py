@@ -43,9 +43,9 @@ def _listeners(host: str, port: int) -> list[socket.socket]:
             listeners.append(socket.create_server(place[:2], family=family, backlog=BACKLOG))
         except OSError as error:
             errors.append(error)
-    of_own = [error for error in errors if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)]
-    if of_own or not listeners:
+    other_errors = [error for error in errors if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)]
+    if other_errors or not listeners:
         for listener in listeners:
             listener.close()
-        raise (of_own or errors)[0]
+        raise (other_errors or errors)[0]
     return listeners

@@ -12,7 +12,7 @@ from kvoffd.errors import KvoffdError
 from kvoffd.system.structures import VERSION
 
 LIBRARY = Path(__file__).parents[1] / "libkvoffd.so"
-if TYPE_CHECKING:  # typeshed's ctypes.Structure has every attribute
+if TYPE_CHECKING:  # of a ctypes.Structure mypy would accept any attribute: typeshed gives it __getattr__
     Structure = object
 else:
     Structure = ctypes.Structure

@@ -26,7 +26,7 @@ class Locality(NamedTuple):
 
 
 NOWHERE = Locality(None, frozenset())
-"""Locality of a device that is unknown to sysfs."""
+"""Locality of a device that is unknown to sysfs, and of memory for which any node will do."""
 
 
 def locality_of(pci_bus_id: str, sysfs: Path = SYSFS) -> Locality:

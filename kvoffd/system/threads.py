@@ -8,6 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from queue import SimpleQueue
@@ -28,6 +29,14 @@ def start(thread: threading.Thread) -> None:
     """Start a thread. Raises NoMoreThreads."""
     try:
         thread.start()
+    except RuntimeError as error:
+        raise NoMoreThreads from error
+
+
+def submit(executor: ThreadPoolExecutor, task: Callable[..., R], *arguments: object) -> Future[R]:
+    """Submit a task to an executor, which may start a thread for it. Raises NoMoreThreads."""
+    try:
+        return executor.submit(task, *arguments)
     except RuntimeError as error:
         raise NoMoreThreads from error
 

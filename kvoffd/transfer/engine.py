@@ -83,6 +83,7 @@ class SlotChecksums:
         return parts
 
     def read(self, part: Sequence[int]) -> None:
+        """Read the slots with these numbers, and keep their checksums."""
         found = self.digests([self.slots[number] for number in part])
         for number, checksum in zip(part, found, strict=True):
             self.sums[number] = checksum
@@ -126,7 +127,7 @@ class Transfer:
         self.ending = self.ending or end
         self.stop.value = 1
 
-    def read_slots(self) -> None:
+    def complete_checksums(self) -> None:
         """Compute all missing checksums, unless the transfer must end. A load with a mismatch ends as CORRUPT."""
         if (checksums := self.checksums) is None:
             return
@@ -266,6 +267,8 @@ class CopyQueue:
         return True
 
     def tick(self) -> None:
+        """See ``CopyEngine``. A copy is reported once; how long it hangs is counted from when its threads last wanted a
+        CPU."""
         now = self._clock()
         with self._wake:
             self._withdraw(waiting := [transfer for transfer in self._all_waiting() if now >= transfer.deadline])
@@ -336,7 +339,7 @@ class CopyQueue:
         while True:
             with self._wake:
                 self._wake.wait_for(lambda: self._waiting or self._stopped)
-                if not self._waiting:
+                if self._stopped:  # nothing waits any more
                     return
                 transfer = self._take(threading.get_native_id())
             self._copy(transfer, copy)
@@ -344,7 +347,7 @@ class CopyQueue:
             if transfer.direction is Direction.STORE and checksums is not None and 0 in checksums.sums:
                 if self._leave_to_readers(transfer, checksums):
                     continue  # they end it
-                self._compute(transfer, transfer.read_slots)
+                self._compute(transfer, transfer.complete_checksums)
             self._end_running(transfer)
 
     def _copy(self, transfer: Transfer, copy: Callable[[Transfer], None]) -> None:
@@ -353,7 +356,7 @@ class CopyQueue:
         if transfer.began_at >= transfer.deadline:
             transfer.must_end(CopyEnd.DEADLINE)
         if transfer.direction is Direction.LOAD and transfer.checksums is not None:
-            self._compute(transfer, transfer.read_slots)
+            self._compute(transfer, transfer.complete_checksums)
         if transfer.ending is None:
             try:
                 copy(transfer)
@@ -380,7 +383,7 @@ class CopyQueue:
         while True:
             with self._wake:
                 self._to_read.wait_for(lambda: self._unread or self._stopped)
-                if not self._unread:
+                if not self._unread:  # stopped, and no store is left that only readers would end
                     return
                 store = self._unread[0]
                 transfer, part = store.transfer, store.parts.popleft()
@@ -503,9 +506,9 @@ def host_copy(transfer: Transfer, library: Native | None = None) -> None:
     # array: creating NumPy arrays would take longer than a small copy.
     slot_addresses = array("Q", [pool_address + offset for offset, _ in slots])
     slot_bytes, sums = array("Q", [length for _, length in slots]), array("Q", bytes(8 * len(slots)))
-    pieces = [column.ctypes.data for column in (plan.destination, plan.source, plan.size)]
-    filled = [column.buffer_info()[0] for column in (slot_addresses, slot_bytes, sums)]
-    (library or native()).host_copy(*pieces, len(plan.size), *filled, len(slots), ctypes.byref(transfer.stop))
+    at_pieces = [column.ctypes.data for column in (plan.destination, plan.source, plan.size)]
+    at_slots = [column.buffer_info()[0] for column in (slot_addresses, slot_bytes, sums)]
+    (library or native()).host_copy(*at_pieces, len(plan.size), *at_slots, len(slots), ctypes.byref(transfer.stop))
     if checksums is not None:
         checksums.sums = sums.tolist()
 

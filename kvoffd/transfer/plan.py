@@ -68,8 +68,8 @@ class GroupLayout:
     """
 
     layers: UInt64Array
-    """[L, 4] in slot order (see ``_runs``): the address of engine block 0, bytes between engine blocks, bytes of an
-    engine block that belong to the layer (``page_bytes``), ``offset`` in a slot."""
+    """[L, 4] in slot order (see ``_layers_of``): the address of engine block 0, bytes between engine blocks, bytes of
+    an engine block that belong to the layer (``page_bytes``), ``offset`` in a slot."""
     blocks_per_key: int
     block_limit: int  # exclusive limit of block ids: the engine blocks of the shortest tensor
     block_bytes: int  # bytes of an engine block in all layers
@@ -95,7 +95,7 @@ def build_layouts(
     """
     if blocks_per_key < 1:
         raise BadGeometry(f"A key cannot cover {blocks_per_key} engine blocks; it must cover at least one.")
-    for index, tensor in enumerate(tensors):  # also those that no page uses; the pages' sizes are checked with them
+    for index, tensor in enumerate(tensors):  # also those without a page: sizes of pages are checked with each group's
         _check_tensor(segments, index, tensor, page_bytes=1)
     has_several = on_gpu and len(segments) > 1
     allocations = np.array(sorted(address for address, _ in segments) if has_several else [], np.uint64)
@@ -124,15 +124,15 @@ def _build_layout(
                 f"Group {group} refers to tensor {tensor}, but there are {len(tensors)}; use one of these."
             )
         _check_tensor(segments, tensor, tensors[tensor], nbytes)
-    runs = _runs(segments, tensors, pages, merge=blocks_per_key == 1)
+    layers = _layers_of(segments, tensors, pages, merge=blocks_per_key == 1)
     block_bytes = sum(page.page_bytes for page in pages)
     shard_bytes = blocks_per_key * block_bytes
     if shard_bytes > _MAX_SHARD_BYTES:
         raise BadGeometry(f"A shard of group {group} would have {shard_bytes} bytes; register fewer blocks per key.")
-    offsets = accumulate((blocks_per_key * page_bytes for *_, page_bytes in runs), initial=0)
+    offsets = accumulate((blocks_per_key * page_bytes for *_, page_bytes in layers), initial=0)
     return GroupLayout(
         # The last of the offsets is the slot's end.
-        layers=np.array([(*run, offset) for run, offset in zip(runs, offsets, strict=False)], np.uint64),
+        layers=np.array([(*layer, offset) for layer, offset in zip(layers, offsets, strict=False)], np.uint64),
         blocks_per_key=blocks_per_key,
         block_limit=min(tensors[page.tensor].num_blocks for page in pages),
         block_bytes=block_bytes,
@@ -141,25 +141,25 @@ def _build_layout(
     )
 
 
-def _runs(
+def _layers_of(
     segments: Sequence[tuple[int, int]], tensors: Sequence[TensorLayout], pages: Sequence[PageRef], *, merge: bool
 ) -> list[tuple[int, int, int]]:
-    """Return address, stride and page bytes of each layer; ``merge`` joins layers that are adjacent in every block.
+    """Return address, stride and page bytes of each layer; ``merge``: layers that are adjacent in every block are one.
 
     They are adjacent if the block is the outermost dimension of an engine's memory. A slot has them in the same order,
     unless a key covers several blocks, since a slot is layer-major.
     """
-    runs: list[tuple[int, int, int]] = []
+    layers: list[tuple[int, int, int]] = []
     for page in pages:
         tensor = tensors[page.tensor]
         address, stride = segments[tensor.segment][0] + tensor.offset_bytes, tensor.stride_bytes
-        if merge and runs:
-            begin, last_stride, nbytes = runs[-1]
+        if merge and layers:
+            begin, last_stride, nbytes = layers[-1]
             if (begin + nbytes, last_stride) == (address, stride):
-                runs[-1] = (begin, stride, nbytes + page.page_bytes)
+                layers[-1] = (begin, stride, nbytes + page.page_bytes)
                 continue
-        runs.append((address, stride, page.page_bytes))
-    return runs
+        layers.append((address, stride, page.page_bytes))
+    return layers
 
 
 def _check_tensor(segments: Sequence[tuple[int, int]], index: int, tensor: TensorLayout, page_bytes: int) -> None:

@@ -161,6 +161,7 @@ def test_config_what_is_unknown_is_refused_with_the_likely_one() -> None:
         (["serve", "--pool-size"], "--pool-size"),
         (["serve", "--unknown"], "--unknown"),
         (["config", "surplus"], "surplus"),
+        (["config", ""], "unrecognized arguments"),
         (["config", "--jsn"], "did you mean --json?"),
         (["--verson"], "did you mean --version?"),
         (["server"], "'server'"),

@@ -21,7 +21,7 @@ import pytest
 from kvoffd_client import AdminClient
 from kvoffd_client.testing import FakeEngine
 from tests.kit.checked import STEP, CheckedEngine, Truth, overwrite
-from tests.kit.command import command
+from tests.kit.command import command, run_daemon_here
 from tests.kit.daemon import DaemonProcess, refusal_to_serve
 from tests.kit.prompt_engine import PromptEngine
 from tests.kit.service_manager import ServiceManager
@@ -274,8 +274,15 @@ def test_pool_file_that_is_something_else_is_refused_unchanged(pool_file: Path, 
         assert pool_file.stat().st_ino == before.st_ino
     pool_file.unlink()
     here = pool_file.parent
-    assert f"is a directory; name a file in it, such as {here}/kvoffd.pool." in refused(here, tmp_path)
-    assert "cannot be opened" in refused(here / "missing" / "pool", tmp_path)
+    for file, why in (
+        (here, f"is a directory; name a file in it, such as {here}/kvoffd.pool."),
+        (here / "missing" / "pool", "cannot be opened"),
+    ):
+        assert why in refused(file, tmp_path)
+        checked = run_daemon_here(
+            "config", "--directory", str(tmp_path), "--http-address", "", "--pool-file", str(file)
+        )
+        assert (checked.returncode, why in checked.stderr) == (2, True), "as the start"
     assert "are available" in refused(pool_file, tmp_path, "500TiB")
     assert list(here.iterdir()) == []
 

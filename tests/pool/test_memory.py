@@ -6,15 +6,19 @@ import ctypes
 import errno
 import fcntl
 import os
+import threading
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
 
 import pytest
 
-from kvoffd.errors import PoolTooLarge
+from kvoffd.errors import NoMoreThreads, PoolTooLarge
 from kvoffd.pool import memory
+from kvoffd.pool.allocator import PoolSegment
 from kvoffd.pool.memory import PoolMemory
+from kvoffd.system.files import FileCalls
+from kvoffd.system.numa import NOWHERE
 
 SIZE = 2 * memory.TOUCH_CHUNK_BYTES
 SHMEM_ENABLED = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
@@ -58,6 +62,28 @@ def test_memory_that_runs_out_is_a_sentence(pool: PoolMemory, monkeypatch: pytes
     monkeypatch.setattr(memory, "madvise", no_memory)
     with pytest.raises(PoolTooLarge, match=r"ran out of memory.*choose a smaller pool"):
         pool.touch(2, lambda _: None)
+
+
+@pytest.mark.parametrize("started", range(2))
+def test_memory_for_which_a_thread_does_not_start_is_not_touched_to_its_end(
+    pool: PoolMemory, started: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(thread: threading.Thread) -> None:
+        if next(numbers) == started:
+            raise RuntimeError("can't start new thread")
+        real_start(thread)
+
+    numbers, real_start = count(), threading.Thread.start
+    monkeypatch.setattr(threading.Thread, "start", start)
+    before = {*threading.enumerate()}
+    parts = [PoolSegment(at, at + memory.TOUCH_CHUNK_BYTES, NOWHERE) for at in (0, memory.TOUCH_CHUNK_BYTES)]
+    with pytest.raises(NoMoreThreads):
+        pool.touch(2, lambda _: None, segments=parts)
+    assert os.fstat(pool.fd).st_blocks * 512 <= started * memory.TOUCH_CHUNK_BYTES
+    numbers = count()
+    with pytest.raises(NoMoreThreads):
+        list(memory.allocate_near(FileCalls(), pool.fd, parts, lambda: False))
+    assert {*threading.enumerate()} <= before
 
 
 def flags_of(address: int) -> list[str]:

@@ -150,7 +150,7 @@ class SimQueue(CopyQueue):
         if transfer.ending is not None and not transfer.stop.value:  # C looks at the flag, and at nothing else
             raise Broken("a copy goes on although its transfer must end")
         if transfer.ending is None and copy.step == 0 and not storing and checksums is not None:
-            transfer.read_slots()
+            transfer.complete_checksums()
         if transfer.ending is None:
             copy.step += 1
             until = copy.nbytes * copy.step // copy.steps
@@ -178,7 +178,7 @@ class SimQueue(CopyQueue):
             self._process.after(self._rng.uniform(0, 0.0005), self._start)
 
     def _finish_sums(self, transfer: Transfer) -> None:
-        transfer.read_slots()
+        transfer.complete_checksums()
         self._end_running(transfer)
 
     def _move(self, copy: _Copy, until: int) -> None:

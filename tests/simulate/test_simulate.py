@@ -612,7 +612,7 @@ def test_where_it_cannot_print_that_is_said_and_not_of_the_trace(tmp_path: Path)
 def test_a_trace_of_too_many_requests_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("kvoffd.simulate.trace.MAX_ACCESSES", 10)
+    monkeypatch.setattr("kvoffd.simulate.trace.MAX_REQUESTS_AND_BLOCKS", 10)
     assert read_trace(write(tmp_path / "fits.jsonl", [[1, 2, 3], [1, 2, 3], [], []])).accesses == 6
     for requests in ([[]] * 11, [[1, 2, 3], [1, 2, 3], [1, 2]], [[*range(10)]]):
         file = write(tmp_path / "many.jsonl", requests)

@@ -178,9 +178,14 @@ class GpuEngine(CopyEngine):
                 undo.callback(copier.close)
             for one, copier in copiers.items():
                 readers = checksum_threads() if one is Direction.STORE else 0
-                threads = f"kvoffd-gpu-{one.value}"
-                near = partial(run_near, locality)
-                queues[one] = CopyQueue(threads, clock, work[one], [copier.copy], readers, near)
+                queues[one] = CopyQueue(
+                    f"kvoffd-gpu-{one.value}",
+                    clock,
+                    work[one],
+                    [copier.copy],
+                    readers,
+                    on_start=partial(run_near, locality),
+                )
                 undo.callback(queues[one].stop)
             self._undo = undo.pop_all()
         super().__init__(queues)

@@ -125,6 +125,7 @@ class Gpu:
         _submit(self._control, str(self.device), map_and_answer)
 
     def close(self, timeout_s: float) -> bool:
+        """End the control thread after its tasks, which unmap what was closed; return False after ``timeout_s``."""
         return self._control.close(timeout_s)
 
     # --- in the control thread --------------------------------------------------------------------
