@@ -99,6 +99,8 @@ class Session:
     last_request_at: float = field(init=False)
     """``opened_at`` before the first request."""
     ended: bool = False
+    waiting: int = 0
+    """Number of its requests without a reply yet. ``Service`` maintains this."""
     namespaces: Opened[Namespace] = field(default_factory=lambda: Opened(ErrorCode.UNKNOWN_NAMESPACE))
     """Open namespaces by fingerprint."""
     attached: dict[int, int] = field(default_factory=dict)

@@ -199,7 +199,7 @@ class Sockets:
                 else:
                     more = True
                 more = service.background() or more
-                if service.pending or service.events.pending:
+                if service.waiting or service.events.pending:
                     self._follow_up(replied := self.flush())
                     # Sending may have consumed the edge of a request that came; the loop above looks again by itself.
                     more = more or replied
