@@ -68,8 +68,8 @@ QUESTIONS = (
     a.ListBlocks,
 )
 """Requests whose answer grows with what the daemon has. They change nothing, and share a part of the loop's time."""
-NO_MISTAKES = ErrorCode.INTERNAL, ErrorCode.MALFORMED, ErrorCode.TOO_LARGE
-"""Errors that a program makes, and no person."""
+PROGRAM_ERRORS = ErrorCode.INTERNAL, ErrorCode.MALFORMED, ErrorCode.TOO_LARGE
+"""Errors that no administrator makes by typing, but a program."""
 
 
 class Service:
@@ -166,7 +166,7 @@ class Service:
     # --- called by the sockets ---------------------------------------------------------------------
 
     def handle(self, route: bytes, frame: bytes) -> None:
-        """Handle one request frame. Never raises. Its reply is added to ``replies``, or a later ``outgoing`` makes it."""
+        """Handle one request frame. Never raises. Its reply comes with ``outgoing``, perhaps with a later one."""
         self.request_counts.requests += 1
         request_id, session = 0, self.sessions.by_route.get(route)
         answer: Answer
@@ -196,7 +196,7 @@ class Service:
                         f"{MAX_PENDING} requests of the session wait for replies, its limit; wait for some.",
                         ErrorCode.TOO_MANY,
                     )
-                # A lookup changes no block, so reports can wait until its reply is sent.
+                # The policy hears of earlier lookups before blocks change. A lookup changes none: it need not wait.
                 if self.cache.prompts.unreported and not isinstance(request, m.Lookup):
                     self.cache.prompts.report()
                 if isinstance(request, QUESTIONS):
@@ -281,6 +281,7 @@ class Service:
         )
 
     def save_totals(self) -> None:
+        """Save the lifetime totals for the next daemon."""
         self._totals_due = self.clock() + self.config.limits.totals_every_s
         self.state.save_lifetime(self.traffic.lifetime(self.traffic.total()))
 
@@ -326,10 +327,10 @@ class Service:
     def refusal(self, request_id: int, error: Exception, session: Session | None = None) -> m.Error:
         """Return the reply to a request that raised ``error``, and count and log it.
 
-        Errors of administrators, such as a mistyped name, are neither counted nor logged, except ``NO_MISTAKES``.
+        Errors of administrators, such as a mistyped name, are neither counted nor logged, except ``PROGRAM_ERRORS``.
         """
         refusal = refusal_of(error)
-        if session is None or session.role is not m.Role.ADMIN or refusal.code in NO_MISTAKES:
+        if session is None or session.role is not m.Role.ADMIN or refusal.code in PROGRAM_ERRORS:
             self.request_counts.count_error(refusal.code)
             who = "a client without a session" if session is None else f"session {session.id} ({session.name})"
             _refused.warn("A request of %s was refused, %s: %s", who, refusal.code.name.lower(), refusal.message)

@@ -112,7 +112,7 @@ class Session:
     """Number of jobs without a result, or whose copy may still touch the client's memory. ``Jobs`` maintains this and
     the next number."""
     pieces: int = 0
-    """Sum of the pieces of these jobs."""
+    """Ranges of memory that these jobs copy, at most."""
     stored_bytes: int = 0
     loaded_bytes: int = 0
     prompts: deque[LoggedPrompt] = field(default_factory=lambda: deque(maxlen=MAX_LOGGED_PROMPTS))
