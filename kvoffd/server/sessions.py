@@ -213,7 +213,7 @@ class SessionTable:
         return ResultsReply(message.request_id, session.completions.replay(), list(self._jobs.of(session)))
 
     def close_batches(self) -> None:
-        """Add the new results of all sessions to ``publications``."""
+        """Add the new results of all sessions, which ``Jobs`` notes in ``with_results``, to ``publications``."""
         for session in self._jobs.with_results.values():
             self._close_batch(session)
         self._jobs.with_results.clear()
