@@ -58,11 +58,10 @@ class LoopShare:
         self._left_at = now
         while self._lines:
             session, line = next(iter(self._lines.items()))
-            has_none = session.ended or not line
-            if self._left_s < 0 and not has_none:
+            if self._left_s < 0 and not session.ended:
                 break
             del self._lines[session]
-            if not has_none:
+            if line and not session.ended:
                 question = line.popleft()
                 if line:
                     self._lines[session] = line  # behind the other sessions
