@@ -36,8 +36,8 @@ class PeerPlace:
     number: int
     """Its number in the helper."""
     tier: SharedTier
-    """Without a name while the place is empty. ``only_named``: it is a network's peer, asked only for requests that
-    name it; one behind a name is asked for all."""
+    """Its tier, without a name while the place is empty. ``only_named``: the peer is one of a network, asked only for
+    requests that name it; one behind a name is asked for all."""
     source: PromotionSource
     since: float = -inf
     """Time when the peer got it, or a request last named it."""

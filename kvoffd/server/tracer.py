@@ -30,7 +30,7 @@ class RecordedHint(NamedTuple):
 
 
 NO_HINT = RecordedHint(None, 0, 0.0)
-"""What a lookup has in their place."""
+"""Values of a lookup, which is no hint."""
 
 
 class Tracer:
