@@ -26,13 +26,13 @@ class LoopShare:
         self._clock = clock
         self._left_s, self._left_at = LOOP_BURST_S, clock()
         """Seconds that answers could take at the time ``_left_at``; below 0 the next one waits."""
-        self._lines: dict[Session, deque[Pending]] = {}
+        self.lines: dict[Session, deque[Pending]] = {}
         """Each session's questions, oldest first; sessions in the order of their turns. One without questions had its
         last one refused, and keeps its place: else those that had their turn would always be first."""
 
     def __len__(self) -> int:
         """Return the number of questions that wait."""
-        return sum(map(len, self._lines.values()))
+        return sum(map(len, self.lines.values()))
 
     def ask(self, session: Session, request_id: int, answer: Callable[[], Answer]) -> None:
         """Add a question; ``answer`` makes its reply."""
@@ -44,29 +44,27 @@ class LoopShare:
 
         question = Pending(poll, self._clock() + OPERATOR_WAIT_S, self._charge)
         question.request_id, question.session = request_id, session
-        self._lines.setdefault(session, deque()).append(question)
+        self.lines.setdefault(session, deque()).append(question)
 
     def take(self) -> Pending | None:
         """Remove and return a question to be answered now: the next in turn, or one that its deadline has refused.
 
         It does not look at the others, of which there may be thousands.
         """
-        if not self._lines:
-            return None
         now = self._clock()
         self._left_s = min(LOOP_BURST_S, self._left_s + LOOP_SHARE * (now - self._left_at))
         self._left_at = now
-        while self._lines:
-            session, line = next(iter(self._lines.items()))
+        while self.lines:
+            session, line = next(iter(self.lines.items()))
             if self._left_s < 0 and not session.ended:
                 break
-            del self._lines[session]
+            del self.lines[session]
             if line and not session.ended:
                 question = line.popleft()
                 if line:
-                    self._lines[session] = line  # behind the other sessions
+                    self.lines[session] = line  # behind the other sessions
                 return question
-        for line in self._lines.values():
+        for line in self.lines.values():
             if line and line[0].until <= now:
                 refused = line.popleft()
                 why = "Operators ask too much for an answer to this by its deadline; ask again."

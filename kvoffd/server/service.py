@@ -217,7 +217,7 @@ class Service:
 
     def outgoing(self) -> tuple[list[Frames], list[tuple[bytes, bytes]]]:
         """Return publications, and replies by route. Send publications first: a reply may refer to a completion."""
-        while (question := self._questions.take()) is not None:
+        while self._questions.lines and (question := self._questions.take()) is not None:
             self._settle(question)
         if self.pending:
             self.pending = [pending for pending in self.pending if not self._settle(pending)]

@@ -181,7 +181,7 @@ MAX_SOUGHT = 50
 def _prompts_of(admin: AdminClient, name: str) -> list[LoggedPrompt]:
     """Return the latest prompts whose request id has ``name``, in the order of their decisions.
 
-    A report has the beginning of a long id, behind what the engine puts before it: then ``name`` may continue after that.
+    A report has the beginning of a long id, behind what the engine puts before it: ``name`` may continue after that.
     """
     begin = name[: MAX_REQUEST_CHARACTERS // 2]
     found = sorted(admin.ask(ListPrompts, begin).prompts, key=lambda one: one.report.decided_at)
