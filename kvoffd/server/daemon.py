@@ -163,8 +163,9 @@ class Daemon:
         self._directory.release(served=self.served, keep_lock=self.copy_stuck)
 
     def _close_state(self) -> None:
-        """Close the state file of a daemon that never built its parts; otherwise it was closed among their ends."""
-        self._state.file.close()
+        """Close the state file of a daemon that never served; otherwise it was closed among its parts' ends."""
+        if not self.served:
+            self._state.file.close()
 
     def _on_signal(self, number: int) -> None:
         """Begin to stop; at the second signal, exit at once: running jobs fail, and the pool is as after a kill."""
