@@ -71,7 +71,7 @@ class LoopWatch:
         """Time of the last beat; until then, CPU time of the loop's thread and of the process, and the thread's waits
         for a CPU."""
         self._subtracted_s = 0.0
-        """Those of these waits that were subtracted from a beat's delay or a turn's duration, so that none is twice."""
+        """The thread's waits when they were last subtracted from a beat's delay or a turn's duration."""
 
     @property
     def loop_blocked_seconds(self) -> Histogram:
@@ -132,16 +132,16 @@ class LoopWatch:
         self._beat_again(now)
 
     def _blocker(self, now: float, blocked_s: float) -> str:
-        """Return what blocked the loop until this beat."""
+        """Return what blocked the loop until this beat: the calls that the other thread saw, if it ran for most of that
+        time; else a stop of the process, if that used little CPU."""
         sample, what = self._sample, ""
-        if sample.due_at == self._due_at:
+        if sample.due_at == self._due_at:  # it saw this beat late
             what = sample.what
             absent_s = max(sample.absent_s, now - self._look_at)
             if what and absent_s <= blocked_s / 2:
                 return what
-        elif now < self._look_at:  # the other thread was not to look yet: it was a turn, from before the beat was due
+        elif now < self._look_at:  # it was not to look yet: a long turn ended before the beat was due
             return UNSEEN
-        # The other thread did not run either, or saw nothing. If nor did any other, the process was stopped.
         if time.process_time() - self._process_cpu_s <= blocked_s / 2:
             return STOP
         return what or "unknown code"

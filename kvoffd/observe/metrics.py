@@ -53,7 +53,7 @@ def _metrics(struct: type[Struct], rows: list[tuple[Labels, Any]], prefix: str, 
     for name, metric, inner, description in _fields(struct):
         if metric.kind == "part":
             assert inner is not None
-            fixed_name, fixed_value = metric.fixed[:1], metric.fixed[1:]
+            fixed_name, fixed_value = metric.fixed[:1], metric.fixed[1:]  # both empty without a fixed label
             parts = [((*values, *fixed_value), each) for values, one in rows for each in _all(getattr(one, name))]
             yield from _metrics(inner, parts, prefix + metric.prefix, (*labels, *fixed_name))
         elif metric.kind != "label":

@@ -116,7 +116,7 @@ class Daemon:
         """Whether the daemon stops because its context on a GPU is lost."""
         self.served = False
         """Whether the sockets were opened, even if they are closed again."""
-        self._lost_sockets = RareWarnings(logger)
+        self._socket_warnings = RareWarnings(logger)
         self._tick_failures, self._scrub_failures = (RareWarnings(logger, logging.ERROR) for _ in range(2))
         self._page_mapper: asyncio.Future[None] | None = None
         self._scrubbing: asyncio.Task[None] | None = None
@@ -163,7 +163,7 @@ class Daemon:
         self._directory.release(served=self.served, keep_lock=self.copy_stuck)
 
     def _close_state(self) -> None:
-        """Close the state file of a daemon that never served; otherwise ``_serve_pool`` has."""
+        """Close the state file of a daemon that never served; otherwise it was closed among its parts' ends."""
         if not self.served:
             self._state.file.close()
 
@@ -213,13 +213,17 @@ class Daemon:
         return self._directory.lost_sockets() if self._serving else ""
 
     async def _serve_pool(self) -> None:
+        """Build the parts over the pool, serve until a signal, and end them.
+
+        At the end running jobs finish, signals are handled without the loop, the totals are saved and the parts end.
+        """
         async with AsyncExitStack() as ends:  # the last is called first
             self._build_service(ends)
             # Modules and parts live as long as the daemon. Without this a full collection, one per few thousand
             # promotions, would block the loop for 40 ms.
             gc.freeze()
             ends.callback(self._service.save_totals)
-            ends.callback(self._stop_serving)
+            ends.callback(self._leave_loop)
             await self._startup()
             ends.push_async_callback(self._finish_jobs)
             await self._main_loop()
@@ -305,7 +309,7 @@ class Daemon:
 
     def _map_pages(self) -> None:
         """Map the pages of a reused pool, and log what they cost. Copies map what is left if it fails."""
-        running = self._service.jobs.running
+        running = self._service.jobs.running  # the loop changes it; whether it is empty may be asked in this thread
         try:
             self._pool.map_pages(self._stop.is_set, lambda: bool(running))
             if not self._stop.is_set():
@@ -324,7 +328,7 @@ class Daemon:
                     _exit_stuck()
                 problem = service.health.sockets_problem = self._directory.lost_sockets()
                 if problem:
-                    self._lost_sockets.warn("%s", problem)
+                    self._socket_warnings.warn("%s", problem)
                 if (lost := service.mapper.gpus.lost) is not None:
                     self._lose_gpu(lost)
                 if service.scrubber.has_work and (self._scrubbing is None or self._scrubbing.done()):
@@ -401,8 +405,9 @@ class Daemon:
             await _until(lambda: not jobs.unfinished, time.monotonic() + ABANDON_S)
         self._sockets.flush()
 
-    def _stop_serving(self) -> None:
-        """Handle signals without the loop from now on: the ends of the parts follow, which block it."""
+    def _leave_loop(self) -> None:
+        """Answer nothing more over HTTP, and handle signals without the loop: the ends of the parts follow and block
+        it."""
         self._serving = False
         loop = asyncio.get_running_loop()
         signal.pthread_sigmask(signal.SIG_BLOCK, self._signals)  # one that comes in between must not end the process

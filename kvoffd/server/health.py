@@ -41,7 +41,7 @@ class HealthWatch:
     state_file: StateFile
     traffic: TrafficCounts
     sockets_problem: str = ""
-    """Reason why engines cannot connect."""
+    """Reason why engines cannot connect, set by the daemon's main loop."""
 
     @answers(a.Health)
     def health(self, session: Session, message: a.Health) -> a.HealthReply:

@@ -29,6 +29,7 @@ from typing import NamedTuple, Protocol, TypeVar
 import msgspec
 
 from kvoffd.config import parse_address
+from kvoffd.errors import NoMoreThreads
 from kvoffd.server.page import PageFacts, page_of
 from kvoffd.system.listening import RETRY_S, listen
 from kvoffd.system.threads import start
@@ -239,7 +240,8 @@ class HttpServer:
         return host in self._hosts or "*" in self._hosts
 
     async def _find_own_names(self) -> set[str]:
-        """Return this machine's names now; the earlier ones if that takes too long, since it may ask a server."""
+        """Return this machine's names now; the earlier ones if that takes too long, since it may ask a server, or if
+        there are no more threads."""
         if self._finding.done():
             asked = Future[set[str]]()
 
@@ -250,7 +252,10 @@ class HttpServer:
                 asked.set_result(names)
 
             # No executor's thread, for which the process would wait at its end.
-            start(threading.Thread(target=find, name="kvoffd-http-names", daemon=True))
+            try:
+                start(threading.Thread(target=find, name="kvoffd-http-names", daemon=True))
+            except NoMoreThreads:
+                return self._own_names
             self._finding = asked
         with suppress(TimeoutError):
             async with asyncio.timeout(NAMES_S):

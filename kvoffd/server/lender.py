@@ -122,6 +122,7 @@ class PeerServer:
         if not 0 <= wanted.group < len(namespace.specs) or self._generations.is_unshared(wanted.fingerprint):
             return None
         group = namespace.group(wanted.group)
+        # Without lengths no rank has registered; a retired one was reset, and its successor is empty.
         return group if group.lengths and not group.retired else None
 
     def _hear(self, fingerprint: bytes, generation: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 
 from kvoffd.errors import KvoffdError
@@ -18,48 +19,58 @@ LOOP_BURST_S = 0.5
 
 
 class LoopShare:
-    """Answers at once until the share is used up. Then sessions take turns, one request each, in the order of asking:
-    who asks all the time delays neither lookups nor another operator."""
+    """Questions that wait for their turn, which comes at once until the share is used up. Then sessions take turns, one
+    question each, in the order of asking: who asks all the time delays neither lookups nor another operator."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._left_s, self._left_at = LOOP_BURST_S, clock()
         """Seconds that answers could take at the time ``_left_at``; below 0 the next one waits."""
-        self._line: dict[Session, int] = {}
-        """Sessions in the order of their turns, each with the number of its requests that wait: 0 if the last one was
-        refused, until its turn comes."""
+        self.lines: dict[Session, deque[Pending]] = {}
+        """Each session's questions, oldest first; sessions in the order of their turns. One without questions had its
+        last one refused, and keeps its place: else those that had their turn would always be first."""
 
-    def ask(self, session: Session, answer: Callable[[], Answer]) -> Pending:
-        """Return the reply that ``answer`` makes when it is the session's turn. By its deadline it is refused with
-        TOO_MANY."""
-        self._line[session] = self._line.get(session, 0) + 1
+    def __len__(self) -> int:
+        """Return the number of questions that wait."""
+        return sum(map(len, self.lines.values()))
+
+    def ask(self, session: Session, request_id: int, answer: Callable[[], Answer]) -> None:
+        """Add a question; ``answer`` makes its reply."""
 
         def poll(late: bool) -> m.AnyReply | None:
-            is_its_turn = self._next() is session
-            if not (is_its_turn or late):
-                return None
-            if not is_its_turn:
-                self._line[session] -= 1  # it keeps its place: else those that had their turn would always be first
-                why = "Operators ask too much for an answer to this by its deadline; ask again."
-                raise KvoffdError(why, ErrorCode.TOO_MANY)
-            if left := self._line.pop(session) - 1:
-                self._line[session] = left  # behind the others
             reply = answer()
             assert not isinstance(reply, Pending), "a question is answered at once"
             return reply
 
-        return Pending(poll, self._clock() + OPERATOR_WAIT_S, charge=self._charge)
+        question = Pending(poll, self._clock() + OPERATOR_WAIT_S, self._charge)
+        question.request_id, question.session = request_id, session
+        self.lines.setdefault(session, deque()).append(question)
 
-    def _next(self) -> Session | None:
-        """Return the session whose turn it is; None if the share is used up."""
+    def take(self) -> Pending | None:
+        """Remove and return a question to be answered now: the next in turn, or one that its deadline has refused.
+
+        It does not look at the others, of which there may be thousands.
+        """
         now = self._clock()
         self._left_s = min(LOOP_BURST_S, self._left_s + LOOP_SHARE * (now - self._left_at))
         self._left_at = now
-        if self._left_s < 0:
-            return None
-        while (first := next(iter(self._line))).ended or not self._line[first]:  # it has nothing to ask any more
-            del self._line[first]
-        return first
+        while self.lines:
+            session, line = next(iter(self.lines.items()))
+            if self._left_s < 0 and not session.ended:
+                break
+            del self.lines[session]
+            if line and not session.ended:
+                question = line.popleft()
+                if line:
+                    self.lines[session] = line  # behind the other sessions
+                return question
+        for line in self.lines.values():
+            if line and line[0].until <= now:
+                refused = line.popleft()
+                why = "Operators ask too much for an answer to this by its deadline; ask again."
+                refused.resolve(KvoffdError(why, ErrorCode.TOO_MANY))
+                return refused
+        return None
 
     def _charge(self, seconds: float) -> None:
         # No lower, so that a stop of the process, which looks like a long answer, costs nobody its time.

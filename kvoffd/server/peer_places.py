@@ -36,6 +36,8 @@ class PeerPlace:
     number: int
     """Its number in the helper."""
     tier: SharedTier
+    """Its tier, without a name while the place is empty. ``only_named``: the peer is one of a network, asked only for
+    requests that name it; one behind a name is asked for all."""
     source: PromotionSource
     since: float = -inf
     """Time when the peer got it, or a request last named it."""
@@ -114,8 +116,8 @@ class PeerPlaces:
         """
         now, name = self._clock(), f"{PEER}{address}"
         if (place := next((place for place in self._places if place.tier.name == name), None)) is None:
-            may_go = (place for place in self._places if not place.tier.name or now >= place.since + KEPT_S)
-            place = min(filter(self._is_free, may_go), key=_order_to_go, default=None)
+            old = (place for place in self._places if not place.tier.name or now >= place.since + KEPT_S)
+            place = min(filter(self._is_free, old), key=_order_to_go, default=None)
             if place is None or not self._assign(place, address, only_named=only_named):
                 return ""
         place.since, place.tier.only_named = now, only_named

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from functools import partial
 from ipaddress import ip_address
 
@@ -51,7 +50,7 @@ class Peers:
         """Host and address of each peer that is a single node."""
         self.networks = {peer.text: (peer.host, peer.port) for peer in peers if not isinstance(peer.host, str)}
         self._names = [PeerName(peer.text, str(peer.host), peer.port) for peer in peers if peer.has_many]
-        """Names with several nodes. What is told by a number of a name counts in this list."""
+        """Names with several nodes. ``NameResolver`` and ``PeerPlaces.resolved`` mean one by its index here."""
         self._resolver: NameResolver | None = None
         self._caller: PeerCaller | None = None
 
@@ -115,21 +114,25 @@ class Peers:
             return f"{PEER}{peer}"
         if (places := self.places) is None:
             return ""
-        with suppress(ValueError):
-            address = ip_address("" if "%" in host else host)  # a zone is one of another machine
-            shown = str(address) if address.version == 4 else f"[{address}]"
-            if listed := places.find(shown):  # behind a name: asked for other requests too
-                return places.give(listed, only_named=False)
-            for network, port in self.networks.values():
-                if address in network:
-                    return places.give(f"{shown}:{port}", only_named=True)
+        try:
+            address = ip_address(host)
+        except ValueError:
+            return ""
+        if "%" in host:  # the zone of another machine means nothing here
+            return ""
+        shown = str(address) if address.version == 4 else f"[{address}]"
+        if listed := places.find(shown):  # behind a name: asked for other requests too
+            return places.give(listed, only_named=False)
+        for network, port in self.networks.values():
+            if address in network:
+                return places.give(f"{shown}:{port}", only_named=True)
         return ""
 
     def call(self, fingerprint: bytes, generation: int, cleared_at: int) -> Calls:
         """Begin to have all nodes behind names, connected or not, follow a namespace's generation. ``cleared_at``: see
         ``Follow``."""
         if self._caller is None or self.places is None:
-            return Calls({}, {}, ended=True)
+            return Calls(nodes={}, unknown={}, ended=True)
         known = [[*one.addresses] for one in self.places.lists]
         return self._caller.call(fingerprint, generation, cleared_at, known)
 

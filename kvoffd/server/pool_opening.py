@@ -153,6 +153,7 @@ def restore(cache: Cache, pool: Pool, policy: PolicyFile, state: State, max_name
         return
     snapshot = pool.table.load_namespaces(NamespaceSnapshot) or NamespaceSnapshot(1, ())
     known: list[Group] = []
+    # A generation above that of the state file, which has lost a reset, becomes the known one here.
     records = [one for one in snapshot.namespaces if state.generations.accept(one.fingerprint, one.generation)]
     records.sort(key=lambda one: one.number)  # in the order in which they were opened or last reset
     if beyond := max(0, len(records) - max_namespaces):

@@ -24,7 +24,7 @@ class Registrations:
     """The requests of workers about their memory."""
 
     def __init__(self, config: Config, cache: Cache, memory: MemoryMapper, sessions: SessionTable, jobs: Jobs) -> None:
-        self._most = config.limits.max_registrations
+        self._max_registrations = config.limits.max_registrations
         self._cache, self._memory, self._sessions, self._jobs = cache, memory, sessions, jobs
 
     @answers(m.Register)
@@ -69,7 +69,7 @@ class Registrations:
         if message.registration_id in session.registrations or message.registration_id in session.registering:
             raise BadGeometry("A registration with this id exists; use a new id.")
         held = len(session.registrations) + len(session.registering)
-        if held >= self._most:
+        if held >= self._max_registrations:
             raise KvoffdError(f"The session holds {held} registrations, its limit; end one.", ErrorCode.TOO_MANY)
         if message.rank >= namespace.world_size:
             last = namespace.world_size - 1

@@ -99,12 +99,13 @@ class Scrubber:
             begin, used_before = self._reached
             end = min(begin + LOOKED_AT_ONCE, self._used_end)
             slots = np.flatnonzero(in_use[begin:end])[:_STEP_SLOTS].astype(np.uint32) + np.uint32(begin)
-            if len(slots) == _STEP_SLOTS:
+            if len(slots) == _STEP_SLOTS:  # those behind are looked at next time
                 end = int(slots[-1]) + 1
             if checks := _first([check for check in self._cache.integrity.checks(slots) if check.checksum]):
                 last = checks[-1].slot
                 used = used_before + int(np.searchsorted(slots, last)) + 1
-                self._step_reaches = _Reached(end if last == slots[-1] else last + 1, used)
+                is_all = last == slots[-1]  # then nothing is in use between it and ``end``
+                self._step_reaches = _Reached(end if is_all else last + 1, used)
                 return checks
             self._advance(_Reached(end, used_before + len(slots)))
             if slots.size:  # they took a step's time

@@ -68,8 +68,8 @@ QUESTIONS = (
     a.ListBlocks,
 )
 """Requests whose answer grows with what the daemon has. They change nothing, and share a part of the loop's time."""
-NO_MISTAKES = ErrorCode.INTERNAL, ErrorCode.MALFORMED, ErrorCode.TOO_LARGE
-"""Errors that a program makes, and no person."""
+PROGRAM_ERRORS = ErrorCode.INTERNAL, ErrorCode.MALFORMED, ErrorCode.TOO_LARGE
+"""Errors that no administrator makes by typing, but a program."""
 
 
 class Service:
@@ -151,9 +151,9 @@ class Service:
                 Administration(cache),
             )
         )
-        self._loop_share = LoopShare(clock)
+        self._questions = LoopShare(clock)
         self.pending: list[Pending] = []
-        """Replies that are not available yet, oldest first."""
+        """Replies that are not available yet, oldest first, but those to ``QUESTIONS``."""
         self.replies: list[tuple[bytes, bytes]] = []
         """Routes and frames to send."""
         self._totals_due = clock() + config.limits.totals_every_s
@@ -166,7 +166,7 @@ class Service:
     # --- called by the sockets ---------------------------------------------------------------------
 
     def handle(self, route: bytes, frame: bytes) -> None:
-        """Handle one request frame. Never raises. Its reply is added to ``replies``, or ``pending`` if it must wait."""
+        """Handle one request frame. Never raises. Its reply comes with ``outgoing``, perhaps with a later one."""
         self.request_counts.requests += 1
         request_id, session = 0, self.sessions.by_route.get(route)
         answer: Answer
@@ -191,22 +191,25 @@ class Service:
                     raise _wrong_role(session, request)
                 if self.sessions.stopping and isinstance(request, NEW_WORK):
                     raise KvoffdError.of(ErrorCode.SHUTTING_DOWN)
-                if self.pending and sum(one.session is session for one in self.pending) >= MAX_PENDING:
+                if session.waiting >= MAX_PENDING:
                     raise KvoffdError(
                         f"{MAX_PENDING} requests of the session wait for replies, its limit; wait for some.",
                         ErrorCode.TOO_MANY,
                     )
-                # A lookup changes no block, so reports can wait until its reply is sent.
+                # The policy hears of earlier lookups before blocks change. A lookup changes none: it need not wait.
                 if self.cache.prompts.unreported and not isinstance(request, m.Lookup):
                     self.cache.prompts.report()
                 if isinstance(request, QUESTIONS):
-                    answer = self._loop_share.ask(session, partial(handler, session, request))
-                else:
-                    answer = handler(session, request)
+                    session.waiting += 1
+                    self._questions.ask(session, request_id, partial(handler, session, request))
+                    return
+                answer = handler(session, request)
         except Exception as error:
             answer = self.refusal(request_id or codec.request_id_of(frame), error, session)
         if isinstance(answer, Pending):
+            assert session is not None, "a request without a session is answered at once"
             answer.request_id, answer.session = request_id, session
+            session.waiting += 1
             if not self._settle(answer):
                 self.pending.append(answer)
         elif answer is not None:
@@ -214,6 +217,8 @@ class Service:
 
     def outgoing(self) -> tuple[list[Frames], list[tuple[bytes, bytes]]]:
         """Return publications, and replies by route. Send publications first: a reply may refer to a completion."""
+        while self._questions.lines and (question := self._questions.take()) is not None:
+            self._settle(question)
         if self.pending:
             self.pending = [pending for pending in self.pending if not self._settle(pending)]
         if self.jobs.with_results:
@@ -223,6 +228,11 @@ class Service:
             publications += self.events.take()
         replies, self.replies = self.replies, []
         return publications, replies
+
+    @property
+    def waiting(self) -> int:
+        """Number of requests without a reply yet."""
+        return len(self.pending) + len(self._questions)
 
     @property
     def urgent(self) -> bool:
@@ -271,6 +281,7 @@ class Service:
         )
 
     def save_totals(self) -> None:
+        """Save the lifetime totals for the next daemon."""
         self._totals_due = self.clock() + self.config.limits.totals_every_s
         self.state.save_lifetime(self.traffic.lifetime(self.traffic.total()))
 
@@ -286,17 +297,19 @@ class Service:
 
     def _settle(self, pending: Pending) -> bool:
         """Add the reply to ``replies`` if it is available, or drop it if its session has ended; else return False."""
-        assert pending.session is not None
-        if pending.session.ended:
+        session = pending.session
+        assert session is not None
+        if session.ended:
             return True
         started_at = self.clock()
         try:
             reply = pending.poll(started_at >= pending.until)
         except Exception as error:
-            reply = self.refusal(pending.request_id, error, pending.session)
+            reply = self.refusal(pending.request_id, error, session)
         if reply is None:
             return False
-        self._reply(pending.session.route, pending.request_id, reply, pending.session)
+        session.waiting -= 1
+        self._reply(session.route, pending.request_id, reply, session)
         if pending.charge is not None:
             pending.charge(self.clock() - started_at)
         return True
@@ -314,10 +327,10 @@ class Service:
     def refusal(self, request_id: int, error: Exception, session: Session | None = None) -> m.Error:
         """Return the reply to a request that raised ``error``, and count and log it.
 
-        Errors of administrators, such as a mistyped name, are neither counted nor logged, except ``NO_MISTAKES``.
+        Errors of administrators, such as a mistyped name, are neither counted nor logged, except ``PROGRAM_ERRORS``.
         """
         refusal = refusal_of(error)
-        if session is None or session.role is not m.Role.ADMIN or refusal.code in NO_MISTAKES:
+        if session is None or session.role is not m.Role.ADMIN or refusal.code in PROGRAM_ERRORS:
             self.request_counts.count_error(refusal.code)
             who = "a client without a session" if session is None else f"session {session.id} ({session.name})"
             _refused.warn("A request of %s was refused, %s: %s", who, refusal.code.name.lower(), refusal.message)

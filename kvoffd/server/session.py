@@ -99,6 +99,8 @@ class Session:
     last_request_at: float = field(init=False)
     """``opened_at`` before the first request."""
     ended: bool = False
+    waiting: int = 0
+    """Number of its requests without a reply yet. ``Service`` maintains this."""
     namespaces: Opened[Namespace] = field(default_factory=lambda: Opened(ErrorCode.UNKNOWN_NAMESPACE))
     """Open namespaces by fingerprint."""
     attached: dict[int, int] = field(default_factory=dict)
@@ -110,7 +112,7 @@ class Session:
     """Number of jobs without a result, or whose copy may still touch the client's memory. ``Jobs`` maintains this and
     the next number."""
     pieces: int = 0
-    """Sum of the pieces of these jobs."""
+    """Ranges of memory that these jobs copy, at most."""
     stored_bytes: int = 0
     loaded_bytes: int = 0
     prompts: deque[LoggedPrompt] = field(default_factory=lambda: deque(maxlen=MAX_LOGGED_PROMPTS))

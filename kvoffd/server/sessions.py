@@ -153,9 +153,11 @@ class SessionTable:
             )
         self._set_role(session, message.role, printable(message.name), printable(message.software))
         limits = filled(Limits, self._config.limits)  # all fields: ServerLimits
-        # Its credit once it has registered its memory too, unless it has already.
-        sharers = self._sessions_with_memory + (not session.registrations)
-        credit = 0 if message.role is Role.ADMIN else self._credit_among(sharers)
+        credit = 0
+        if message.role is not Role.ADMIN:
+            # What it will have once it has registered its memory.
+            others = self._sessions_with_memory - bool(session.registrations)
+            credit = self._credit_among(others + 1)
         return Welcome(message.request_id, session.id, limits, credit)
 
     def _set_role(self, session: Session, role: Role, name: str, software: str) -> None:
@@ -211,7 +213,7 @@ class SessionTable:
         return ResultsReply(message.request_id, session.completions.replay(), list(self._jobs.of(session)))
 
     def close_batches(self) -> None:
-        """Add the new results of all sessions to ``publications``."""
+        """Add the new results of all sessions, which ``Jobs`` notes in ``with_results``, to ``publications``."""
         for session in self._jobs.with_results.values():
             self._close_batch(session)
         self._jobs.with_results.clear()
@@ -280,10 +282,10 @@ class SessionTable:
         self.share_credit()
         if session.role is not None:
             _log(session.role, "Session %d (%s %s) ended: %s.", session.id, session.role, session.name, why)
-            counts = session.role is not Role.ADMIN
-        else:
-            counts = why not in (Ending.CLOSED, Ending.GONE, Ending.STOPPING)
-        if counts:
+            is_counted = session.role is not Role.ADMIN
+        else:  # one that only left may have been an operator's command that was interrupted
+            is_counted = why not in (Ending.CLOSED, Ending.GONE, Ending.STOPPING)
+        if is_counted:
             self.endings[why.value] += 1
 
 

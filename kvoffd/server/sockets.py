@@ -199,7 +199,7 @@ class Sockets:
                 else:
                     more = True
                 more = service.background() or more
-                if service.pending or service.events.pending:
+                if service.waiting or service.events.pending:
                     self._follow_up(replied := self.flush())
                     # Sending may have consumed the edge of a request that came; the loop above looks again by itself.
                     more = more or replied
@@ -300,7 +300,7 @@ class Sockets:
     def _admit_one(self, service: Service) -> None:
         _, request_id, _, address, *_ = self._admission.recv_multipart(_NOBLOCK)
         process = _process_at(address)
-        allowed = process.pid == os.getpid() or may_connect(process, self._config)
+        allowed = may_connect(process, self._config)
         if allowed and few_descriptors_left():
             allowed = False
             service.request_counts.count_error(ErrorCode.TOO_MANY)

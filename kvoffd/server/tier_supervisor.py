@@ -155,7 +155,7 @@ class TierSupervisor:
         disk.opener = opener
 
     def open_disk(self, size: DiskSize, listener: TierListener) -> DiskTier:
-        """Open a directory, or stop when the daemon does. For any thread. Raises KvoffdError."""
+        """Open a directory, or stop when the daemon does. For any thread; tests open another. Raises KvoffdError."""
         return DiskTier(
             Path(size.directory),
             size.size_bytes,
@@ -207,6 +207,7 @@ class TierSupervisor:
                 tier.remove_all(fingerprint)
             if self._generations.of(fingerprint) > known:
                 self._drop_older(fingerprint)
+        # The budget of a day does not delay the first filling of the disk.
         tiering.disk_writer.budget.first_filling_bytes += max(0, disk.size.size_bytes - tier.lifetime_written_bytes)
         tiering.add_disk(tier)
 
@@ -261,10 +262,12 @@ class TierSupervisor:
 
         Here they are void at once: from a store or peer that cannot be reached nothing is taken until it has followed.
         """
-        clear = self._generations.next_of_all(fingerprint), self._generations.now()
-        self._generations.hear(fingerprint, clear[0])
-        raises = {tier.name: tier.clears.raise_generation(fingerprint, *clear) for tier in self._always_asked}
-        return raises, self.peers.call(fingerprint, *clear)
+        generation, cleared_at = self._generations.next_of_all(fingerprint), self._generations.now()
+        self._generations.hear(fingerprint, generation)
+        raises = {
+            tier.name: tier.clears.raise_generation(fingerprint, generation, cleared_at) for tier in self._always_asked
+        }
+        return raises, self.peers.call(fingerprint, generation, cleared_at)
 
     def tell_peers(self, fingerprints: Sequence[bytes]) -> None:
         """Have the peers hear now that namespaces were voided on all nodes, not only when they are polled: in a large
@@ -377,8 +380,9 @@ class TierSupervisor:
     def _stop_tiering(self) -> None:
         if self.tiering is not None:
             self.tiering.stop()
-            if (budget := self.tiering.disk_writer.budget).left_bytes is not None:
-                self._state.save_disk_spent(budget.spent_bytes)
+            budget = self.tiering.disk_writer.budget
+            if budget.left_bytes is not None:  # there is a limit
+                self._state.save_disk_spent(budget.spent_bytes)  # exactly: nothing is written any more
 
     def _stop_opening(self, until: float) -> None:
         for disk in self.disks:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from kvoffd.cache.cache import Cache
 from kvoffd.cache.namespace import Group, Namespace
@@ -18,6 +19,18 @@ from kvoffd_proto.messages import Hint, HintAction
 MAX_KEPT_BYTES = 8 << 20
 """Limit of unfetched chains; more are dropped and counted."""
 FETCHED_BYTES = 1 << 20
+
+
+class RecordedHint(NamedTuple):
+    """The last fields of a ``TraceChain``."""
+
+    action: HintAction | None
+    priority: int
+    ttl_s: float
+
+
+NO_HINT = RecordedHint(None, 0, 0.0)
+"""Values of a lookup, which is no hint."""
 
 
 class Tracer:
@@ -69,12 +82,12 @@ class Tracer:
         """Record a hint, after the lookups before it: ``Service.handle`` has reported those."""
         if self._session is not None:
             chains = [(namespace.group(part.group), part.keys) for part in hint.groups]
-            self._keep(chains, (hint.action, hint.priority, hint.ttl_s))
+            self._keep(chains, RecordedHint(hint.action, hint.priority, hint.ttl_s))
 
     def _record(self, chains: Sequence[Chain]) -> None:
-        self._keep([(group, keys) for group, keys, *_ in chains], (None, 0, 0.0))
+        self._keep([(group, keys) for group, keys, *_ in chains], NO_HINT)
 
-    def _keep(self, chains: Sequence[tuple[Group, bytes]], hint: tuple[HintAction | None, int, float]) -> None:
+    def _keep(self, chains: Sequence[tuple[Group, bytes]], hint: RecordedHint) -> None:
         if self._session is None or self._session.ended:
             self._end()
             return

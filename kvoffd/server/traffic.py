@@ -118,7 +118,8 @@ class TrafficCounts:
             self._windows.date_back(name, count, age_s)
 
     def since_start(self, total: Mapping[str, float]) -> Window:
-        """Return the traffic since the start; ``total`` is the result of ``total()``, here and below."""
+        """Return the traffic since the start. ``total``, here and below: the result of ``total()``, found once for all
+        periods of a reply, so that they agree."""
         return Window(seconds=self._clock() - self._started_at, **figures(total))
 
     def in_last(self, window_s: float, total: Mapping[str, float]) -> Window:

@@ -106,7 +106,9 @@ class PromptsListed(m.Reply, frozen=True):
 class ListPrompts(m.Request[PromptsListed], frozen=True):
     """Asks for the outcomes of the latest prompts."""
 
-    name: Annotated[str, m.doc("Part of the engine's request id; empty for all.", max_length=128)] = ""
+    name: Annotated[
+        str, m.doc("Part of the engine's request id; empty for all.", max_length=m.MAX_REQUEST_CHARACTERS)
+    ] = ""
     limit: Annotated[int, m.doc("Most prompts in the reply: the newest.", ge=1, le=1000)] = 1000
 
 

@@ -506,6 +506,8 @@ class ReportEngine(Request[Done], frozen=True):
 
 
 MAX_PROMPT_REPORTS = 256
+MAX_REQUEST_CHARACTERS = 128
+"""Characters of a request's id in its report; a longer one is cut."""
 MAX_MARKS = 8
 MAX_HINTS_CHARACTERS = 256
 """Characters of what a report says about hints."""
@@ -517,7 +519,7 @@ PromptCount: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_PROMPT)]
 class PromptReport(Wire, frozen=True):
     """Outcome of one prompt: why it hit or missed."""
 
-    request: Annotated[str, doc("The engine's id of the request.", max_length=128)]
+    request: Annotated[str, doc("The engine's id of the request.", max_length=MAX_REQUEST_CHARACTERS)]
     decided_at: Annotated[float, doc("Time of the decision, in seconds since 1970.", ge=0, le=MAX_TIME_S)]
     tokens: Annotated[PromptCount, doc("Tokens of its prompt.")]
     keys: Annotated[PromptCount, doc("Keys looked up; 0 without an answer, and for a prompt shorter than a block.")]

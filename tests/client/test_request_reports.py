@@ -13,7 +13,7 @@ from kvoffd_client import AdminClient, GroupKeys
 from kvoffd_client.cli import main
 from kvoffd_client.testing import FakeEngine
 from kvoffd_proto.admin import LoggedPrompt
-from kvoffd_proto.messages import Outcome, PromptReport
+from kvoffd_proto.messages import MAX_REQUEST_CHARACTERS, Outcome, PromptReport
 from kvoffd_proto.prompts import request_sentence
 from tests.kit.daemon import DaemonProcess
 from tests.kit.waiting import wait_until
@@ -71,6 +71,24 @@ def test_a_line_says_what_limits_the_sharing_of_its_request(reason: str, marks: 
     sentence = request_sentence(LoggedPrompt(1, bytes(32), made))
     assert expected in sentence
     assert ("Its keys contain" in sentence) is ("contain" in expected or "LoRA" in expected)
+
+
+def test_an_operator_finds_a_request_whose_id_is_longer_than_a_report_has(
+    daemon: DaemonProcess, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = "".join(f"{number:04d}-" for number in range(40))
+
+    def has(name: str) -> bool:
+        status = main(["clients", "--requests", name, "--directory", str(daemon.directory)])
+        assert status == int("loaded 48 of 128" not in capsys.readouterr().out)
+        return status == 0
+
+    with FakeEngine(daemon.directory, "tiny") as engine:
+        engine.scheduler.report_prompt(report(f"chatcmpl-{asked}"[:MAX_REQUEST_CHARACTERS], Outcome.LOADED))
+        wait_until(lambda: has(asked))
+        assert has(asked[5:90])
+        assert has(f"{asked[:119]}x"), "it may be this one"
+        assert not has(f"{asked[:118]}x")
 
 
 def test_an_operator_sees_why_a_request_missed(daemon: DaemonProcess, capsys: pytest.CaptureFixture[str]) -> None:

@@ -236,6 +236,27 @@ def test_a_machine_whose_name_the_dns_cannot_have_is_asked_for_its_names_again(m
                 assert asking.recv(4096).split(b"\r\n")[0] == answer
 
 
+def test_a_host_that_may_be_this_machines_is_refused_while_no_thread_can_ask(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The connection was closed without an answer, and each request logged a traceback."""
+
+    def refuse(_: threading.Thread) -> None:
+        raise NoMoreThreads
+
+    daemon = FailingDaemon()
+    daemon.mended = True
+    monkeypatch.setattr(socket, "getfqdn", lambda: "node.example")
+    with serving(daemon, hangs=False) as port:
+        for answer in (b"HTTP/1.1 403 Forbidden", b"HTTP/1.1 200 OK"):
+            with socket.create_connection(("127.0.0.1", port), 30.0) as asking, monkeypatch.context() as patched:
+                if answer.endswith(b"Forbidden"):
+                    patched.setattr(http, "start", refuse)
+                asking.sendall(b"GET /healthz HTTP/1.1\r\nHost: node.example\r\n\r\n")
+                assert asking.recv(4096).split(b"\r\n")[0] == answer
+    assert not caplog.records
+
+
 @pytest.mark.parametrize("path", ["/metrics", "/stats.json", "/page.json", "/healthz", "/readyz"])
 def test_a_daemon_that_fails_inside_is_503_and_the_server_goes_on(path: str, caplog: pytest.LogCaptureFixture) -> None:
     daemon = FailingDaemon()

@@ -34,7 +34,7 @@ from kvoffd.server.lookups import Lookups
 from kvoffd.server.loop_share import LOOP_BURST_S, LOOP_SHARE
 from kvoffd.server.persistence import State
 from kvoffd.server.scrubber import Scrubber
-from kvoffd.server.service import QUESTIONS
+from kvoffd.server.service import MAX_PENDING, QUESTIONS
 from kvoffd.server.session import ClientProcess, Session
 from kvoffd.server.sessions import credit_of_all_bytes, may_connect
 from kvoffd.server.tier_supervisor import TierSupervisor
@@ -339,7 +339,7 @@ def test_a_reply_that_cannot_be_encoded_is_an_error_for_its_client_alone(
     assert (refused.request_id, refused.code) == (5, ErrorCode.INTERNAL)
     assert [record.levelname for record in caplog.records if record.exc_info] == ["ERROR"]
     assert bench.service.request_counts.errors == {"internal": 1}
-    assert not bench.service.pending
+    assert not bench.service.waiting
     assert isinstance(bench.ask(admin, ListPrompts(6))[0], PromptsListed)
 
 
@@ -778,9 +778,9 @@ def test_operators_take_turns_while_one_asks_all_the_time(
         return [codec.decode_reply(frame).request_id for _, frame in bench.service.outgoing()[1]]
 
     ids = iter(range(10, 1000))
-    while not bench.service.pending:
+    ask(greedy, next(ids))
+    while answered():
         ask(greedy, next(ids))
-    answered()
     for _ in range(20):
         ask(greedy, next(ids))
     ask(gone, 1)
@@ -815,6 +815,38 @@ def test_a_question_whose_turn_does_not_come_is_refused_in_time(bench: Bench) ->
     assert {error.code for error in refused} == {ErrorCode.TOO_MANY}
     assert 0 < len(sessions) - len(refused) < 10
     assert bench.now - asked_at < OPERATOR_WAIT_S + 3
+
+
+def test_a_step_of_the_loop_looks_at_the_question_in_turn_and_not_at_all_that_wait(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of many sessions may have sixty-four of them, and the loop sends after each request."""
+    read, looks = bench.service.statistics.read, 0
+
+    def read_slowly() -> DaemonStats:
+        bench.now += 1.0
+        return read()
+
+    class Counted(Pending):
+        def __getattribute__(self, name: str) -> Any:
+            nonlocal looks
+            looks += 1
+            return super().__getattribute__(name)
+
+    monkeypatch.setattr(bench.service.statistics, "read", read_slowly)
+    monkeypatch.setattr("kvoffd.server.loop_share.Pending", Counted)
+    admins, scheduler = [bench.session(m.Role.ADMIN) for _ in range(8)], bench.session(m.Role.SCHEDULER)
+    for session in admins:
+        for number in range(MAX_PENDING):
+            bench.ask(session, Stats(number + 1))
+    waiting, looks = bench.service.waiting, 0
+    assert waiting > 7 * MAX_PENDING
+    (found,) = bench.ask(scheduler, m.Lookup(3, NAMESPACE, scheduler.id << 32, [m.GroupKeys(0, KEY)]))
+    assert isinstance(found, m.LookupReply)
+    assert looks <= 4 * len(admins)
+    (refused,) = bench.ask(admins[-1], Stats(MAX_PENDING + 2))
+    assert isinstance(refused, m.Error)
+    assert refused.code is ErrorCode.TOO_MANY
 
 
 def test_operators_that_are_refused_and_ask_again_have_a_turn_before_those_that_had_one(

@@ -31,7 +31,7 @@ class Echo:
     """A service that sends each request back, and what else a test wants."""
 
     def __init__(self) -> None:
-        self.pending: list[object] = []
+        self.waiting = 0
         self.events = SimpleNamespace(pending={})
         self.replies: list[tuple[bytes, bytes]] = []
         self.publications: list[tuple[bytes, bytes, bytes]] = []

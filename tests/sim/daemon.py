@@ -153,7 +153,7 @@ class SimDaemon:
         self._work_due = False
         if self.service.background():
             self._schedule_work()
-        if self.service.pending or self.service.events.pending:
+        if self.service.waiting or self.service.events.pending:
             self.schedule_flush()
 
     def _make_tiers(
@@ -251,7 +251,7 @@ class SimDaemon:
             request = None
         wants_reply = request is None or (request.request_id != m.NO_REPLY and not isinstance(request, m.Submit))
         before, begun = self._holdings(), self.tiers.disk.file.begun if self.tiers is not None else 0
-        sent, waiting = len(service.replies), len(service.pending)
+        sent, waiting = len(service.replies), service.waiting
         service.handle(dealer.name, frame)
         self._schedule_work()
         replies = [codec.decode_reply(reply) for _, reply in service.replies[sent:]]
@@ -275,7 +275,7 @@ class SimDaemon:
                 raise Broken("garbage was not refused")
         elif replies:
             raise Broken(f"{len(replies)} replies to one {type(request).__name__}")
-        elif wants_reply and len(service.pending) == waiting:
+        elif wants_reply and service.waiting == waiting:
             raise Broken(f"no reply to a {type(request).__name__}")
         if request is not None and not refused:
             self._watch_removal(dealer.name, request, begun)
@@ -459,7 +459,7 @@ class SimDaemon:
             raise Broken("blocks are retained although no hint lasts as long as a session that is silent")
         if self.service.jobs.unfinished or not self.engine.idle:
             raise Broken("no session is left but jobs run")
-        if self.service.pending:
+        if self.service.waiting:
             raise Broken("no session is left but requests wait for their replies")
         if self.space.mapped_segments():
             raise Broken("no session is left but engine memory is mapped")

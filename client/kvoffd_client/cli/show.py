@@ -39,7 +39,7 @@ from kvoffd_client.cli.target import (
 )
 from kvoffd_proto.admin import FindBlock, ListPrompts, LoggedPrompt, NamespaceInfo, SessionInfo, SetQuota
 from kvoffd_proto.engines import Engine, engines_of
-from kvoffd_proto.messages import Role
+from kvoffd_proto.messages import MAX_REQUEST_CHARACTERS, Role
 from kvoffd_proto.namespace_differences import differences, explain, how_they_differ
 from kvoffd_proto.prompts import request_sentence
 from kvoffd_proto.stats import engine_name, namespace_id, namespace_name
@@ -179,9 +179,24 @@ MAX_SOUGHT = 50
 """Latest prompts whose missing keys are sought in other namespaces."""
 
 
+def _prompts_of(admin: AdminClient, name: str) -> list[LoggedPrompt]:
+    """Return the latest prompts whose request id has ``name``, in the order of their decisions.
+
+    A report has the beginning of a long id, behind what the engine puts before it: ``name`` may continue after that.
+    """
+    begin = name[: MAX_REQUEST_CHARACTERS // 2]
+    found = sorted(admin.ask(ListPrompts, begin).prompts, key=lambda one: one.report.decided_at)
+
+    def has_name(request: str) -> bool:
+        is_cut = len(request) == MAX_REQUEST_CHARACTERS
+        return name in request or (is_cut and name.startswith(request[request.find(begin) :]))
+
+    return [one for one in found if has_name(one.report.request)]
+
+
 def _show_requests(directory: Path | None, name: str, *, every: bool, as_json: bool) -> int:
     with open_admin(directory) as admin:
-        found = sorted(admin.ask(ListPrompts, name).prompts, key=lambda one: one.report.decided_at)
+        found = _prompts_of(admin, name)
         if as_json:
             print_json({"requests": found})
             return int(bool(name) and not found)
@@ -213,7 +228,7 @@ def _follow_requests(directory: Path | None, name: str, *, as_json: bool) -> NoR
     names: dict[int, str] = {}
     with open_admin(directory) as admin:
         while True:
-            prompts = sorted(admin.ask(ListPrompts, name).prompts, key=lambda one: one.report.decided_at)
+            prompts = _prompts_of(admin, name)
             listed = {(one.session_id, one.report.request, one.report.decided_at): one for one in prompts}
             if known is None and sys.stderr.isatty():
                 print("Waiting for requests; Ctrl-C ends.", file=sys.stderr)

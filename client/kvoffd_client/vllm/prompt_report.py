@@ -15,6 +15,7 @@ from kvoffd_client.vllm.request_state import PromptWait, RequestState
 from kvoffd_proto.messages import (
     COMING,
     MAX_HINTS_CHARACTERS,
+    MAX_REQUEST_CHARACTERS,
     PENDING,
     READY,
     SHARED,
@@ -29,8 +30,6 @@ if TYPE_CHECKING:
 
 EXCLUDED = "excluded"
 """Reason of a key that the request excludes by its ``kv_load_tiers``."""
-MAX_REQUEST_ID = 128
-"""Characters of a request's id in its report."""
 
 
 class LeadingKeys(NamedTuple):
@@ -108,7 +107,7 @@ def report_of(
     if missing.number and lookup is not None:
         after_gap = sum(lookup.chunk_states(index).count(READY, leading.covered[index]) for index in lookup.chunks)
     return PromptReport(
-        request=request.request_id[:MAX_REQUEST_ID],
+        request=request.request_id[:MAX_REQUEST_CHARACTERS],
         decided_at=time.time(),
         tokens=request.num_prompt_tokens,
         keys=found.keys,
