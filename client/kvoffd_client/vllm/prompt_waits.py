@@ -197,7 +197,10 @@ class PromptWaits:
             # No wait for a tier ends while a lookup is in flight, and where steps are long there would always be one:
             # so judge before the next is sent.
             self._judge_tier_wait(state)
-        if self._needs_lookup(state, own_tokens) and not self._look_up_in_turn(state, own_tokens):
+        since, may_wait = wait.lookup.since, True
+        if state.answer is not None and since is not None:  # then the last answer counts when its time is over
+            may_wait = self._engine_clock.read() < since + self._allowed_s(state, state.request.num_tokens - own_tokens)
+        if self._lookups.is_due(state, may_wait=may_wait) and not self._look_up_in_turn(state, own_tokens):
             return False
         if (lookup := state.in_flight) is not None:
             if not lookup.future.done:
@@ -307,16 +310,6 @@ class PromptWaits:
         now = self._engine_clock.read()
         since = state.wait.lookup.begin(now)
         return self._engine_clock.is_idle and now - since < MIN_COMPUTED_S
-
-    def _needs_lookup(self, state: RequestState, own_tokens: int) -> bool:
-        """Return whether a request is to be looked up: it lacks an answer, or has an outdated one and still has time.
-        After that the last one counts."""
-        if state.in_flight is not None or not self._lookups.is_outdated(state):
-            return False
-        if state.answer is None or state.wait.lookup.since is None:
-            return True
-        allowed_s = self._allowed_s(state, state.request.num_tokens - own_tokens)
-        return self._engine_clock.read() < state.wait.lookup.since + allowed_s
 
     def _look_up_in_turn(self, state: RequestState, own_tokens: int) -> bool:
         """Look a request up, or park it if many others were looked up in this step. Return whether it continues.
