@@ -54,11 +54,12 @@ class ComputeTimes:
         return max(MIN_COMPUTED_S, (self._before(request_id) + tokens) / self.rate)
 
     def _before(self, request_id: str) -> int:
+        """Return the tokens that earlier requests compute before this one."""
         if self._rest is None:
             self._rest = self._in_order()
         while request_id not in self._tokens_before:
             if (state := next(self._rest, None)) is None:
-                return 0  # it came after the step's first question: not in vLLM, which adds requests between steps
+                return self._sum  # it came after the step's first question, and so after all others
             request = state.request
             self._tokens_before[request.request_id] = self._sum
             if request.request_id not in self._loading:

@@ -17,7 +17,7 @@ from kvoffd_client.vllm.next_lookup import FAILED_PAUSE_S, LookupFacts, next_loo
 from kvoffd_client.vllm.prompt_queue import MAX_AHEAD, PromptQueue
 from kvoffd_client.vllm.request_state import RequestState
 from kvoffd_client.vllm.waits import AnswerWait, EngineClock
-from kvoffd_proto.messages import GroupKeys
+from kvoffd_proto.messages import COMING, GroupKeys
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -140,7 +140,7 @@ class RequestLookups:
             GroupKeys(index, b"".join(wire_keys([*found, *tails.get(index, ())], adapter)))
             for index, found in chunks.items()
         ]
-        stored_before, again = client.stored.count, is_counted or bool(tails)
+        stored_count, again = client.stored.count, is_counted or bool(tails)  # the count as it was before the lookup
         future = client.lookup(message, again=again, reported=True, peer=state.hints.peer, giver=state.hints.giver)
         was_sent = future.lease_id != 0
         if was_sent and not again:
@@ -156,7 +156,7 @@ class RequestLookups:
             tiers=state.tiers,
             only_prefixes=self._only_prefixes,
             stored=client.stored,
-            stored_before=stored_before,
+            compared=stored_count,
             given_up=wait.lookup.waits_no_more,
         )
         self._counters[metrics.LOOKUPS] += 1
@@ -201,7 +201,9 @@ class RequestLookups:
             now, tier = self._engine_clock.read(), state.wait.tier
             answered_at = now - (self.clock() - answered.future.answered_at)  # by the engine's clock
             waited_s = now - tier.began if tier.began is not None else 0.0
-            tier.ask_at = answered_at + retry_pause_s(waited_s, answered.future.wait_s)
+            # The daemon's estimate is of all tiers; one that the request excludes may be slower than those it waits for.
+            has_excluded = answered.comes_from(COMING - answered.tiers)
+            tier.ask_at = answered_at + retry_pause_s(waited_s, 0.0 if has_excluded else answered.future.wait_s)
         return True
 
     def read(self, lookup: KeyedLookup) -> None:
