@@ -52,8 +52,8 @@ class PromotedBlocks:
             if before or states.strip(NOT_COMING):
                 before, now = before.ljust(len(states), b"\0"), states.translate(table)
                 if excluded:
-                    others_had = {*excluded, ASKED} if SHARED in excluded else excluded
-                    before = bytes(0 if new == 0 and old in others_had else old for old, new in zip_longest(before, now))
+                    of_others = {*excluded, ASKED} if SHARED in excluded else excluded
+                    before = bytes(0 if new == 0 and old in of_others else old for old, new in zip_longest(before, now))
                 self.chunks[index] = bytes(map(_merged, before, now)) + before[len(states) :]
 
     def tier_of(self, key: OffloadKey, place: Place) -> int:

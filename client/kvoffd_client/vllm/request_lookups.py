@@ -201,7 +201,7 @@ class RequestLookups:
             now, tier = self._engine_clock.read(), state.wait.tier
             answered_at = now - (self.clock() - answered.future.answered_at)  # by the engine's clock
             waited_s = now - tier.began if tier.began is not None else 0.0
-            # The daemon's estimate is of all tiers; one that the request excludes may be slower than those it waits for.
+            # The daemon's estimate is of all tiers: one that the request excludes may be slower than those it allows.
             has_excluded = answered.comes_from(COMING - answered.tiers)
             tier.ask_at = answered_at + retry_pause_s(waited_s, 0.0 if has_excluded else answered.future.wait_s)
         return True
