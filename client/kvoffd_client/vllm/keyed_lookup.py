@@ -158,18 +158,18 @@ class KeyedLookup:
         return found
 
     def is_ready(self, index: int, block_hash: bytes, end: int) -> bool:
-        """Return whether a block of a group that ends at a number of tokens is ready."""
-        chunks, states = len(self.chunks.get(index, ())), self._all_states(index)
+        """Return whether a block of a group is ready. It ends at this number of tokens of the prompt: inside a chunk if
+        it is a tail."""
         count, rest = divmod(end, self.groups[index].tokens_per_chunk)
-        at = count - 1
-        if rest:
-            tails = self.tails.get(index, ())
-            if block_hash not in tails:
-                return False
-            at = chunks + tails.index(block_hash)
-        elif at >= chunks:
+        if not rest:
+            states = self.chunk_states(index)
+            return 0 < count <= len(states) and states[count - 1] == READY
+        tails = self.tails.get(index, ())
+        if block_hash not in tails:
             return False
-        return 0 <= at < len(states) and states[at] == READY
+        states = self._all_states(index)[len(self.chunks[index]) :]
+        at = tails.index(block_hash)
+        return at < len(states) and states[at] == READY
 
     def leading_ready(self, index: int) -> int:
         """Return the number of a group's chunks that are ready, before the first one that is not."""

@@ -1,4 +1,4 @@
-"""When a prompt that vLLM has not scheduled is looked up again: decided by facts, no side effects.
+"""The next lookup of a prompt that vLLM has not scheduled, and when that is: decided by facts, no side effects.
 
 The first row that applies counts.
 

@@ -190,7 +190,8 @@ class TierWait:
         began: time when it began; None before.
         until: its latest end.
         doubted_since: time since which it is not known to be worth it; None while it is.
-        is_awaited: the request waits for blocks of its present answer.
+        is_awaited: the request waits for blocks of its present answer. Not while that has none, or the daemon cannot be
+            asked again: then it is scanned without, and may wait again later.
         has_ended: it waits no more, also for those of later answers.
         ask_at: time of the next lookup, ``retry_pause_s`` after the answer.
         judge_at: time when the wait ends if nothing changes.
