@@ -626,15 +626,6 @@ def test_what_others_bring_up_from_an_excluded_tier_is_found_in_the_pool(harness
         assert {harness.manager.get_load_source(one, context) for one in KEYS} == {CacheHitSource.HOST}
 
 
-def test_a_request_that_comes_after_a_steps_first_question_computes_after_all_others(harness: ManagerHarness) -> None:
-    harness.prefill.tokens_per_second = 1000.0
-    for name in ("first", "second"):
-        harness.new(name)
-        tokens = harness.requests[name].num_prompt_tokens
-        before_s = 0.0 if name == "first" else tokens / 1000.0
-        assert harness.manager.times.seconds(name, tokens) == pytest.approx(before_s + tokens / 1000.0)
-
-
 # --- hints -----------------------------------------------------------------------------------------
 
 

@@ -59,7 +59,7 @@ class ComputeTimes:
             self._rest = self._in_order()
         while request_id not in self._tokens_before:
             if (state := next(self._rest, None)) is None:
-                return self._sum  # it came after the step's first question, and so after all others
+                return 0  # it came after the step's first question: not in vLLM, which adds requests between steps
             request = state.request
             self._tokens_before[request.request_id] = self._sum
             if request.request_id not in self._loading:

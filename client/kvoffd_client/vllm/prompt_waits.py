@@ -171,10 +171,8 @@ class PromptWaits:
             return False
         else:
             # A lookup that is still in flight is late, or would only replace an answer that is good enough.
-            is_in_flight, awaited = (
-                state.in_flight is not None,
-                state.tiers if wait.tier.is_awaited else NOTHING_AWAITED,
-            )
+            is_in_flight = state.in_flight is not None
+            awaited = state.tiers if wait.tier.is_awaited else NOTHING_AWAITED
             scan.is_late = (is_in_flight or wait.lookup.waits_no_more) and lookups.lacks_answer(state)
             may_ask_tails = may_have_tail and not is_in_flight and not lookups.has_failed(state)
             scan.show(state.answer, awaited, may_ask_tails=may_ask_tails)
