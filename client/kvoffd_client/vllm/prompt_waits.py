@@ -176,7 +176,7 @@ class PromptWaits:
             scan.is_late = (is_in_flight or wait.lookup.waits_no_more) and lookups.lacks_answer(state)
             may_ask_tails = may_have_tail and not is_in_flight and not lookups.has_failed(state)
             scan.show(state.answer, awaited, may_ask_tails=may_ask_tails)
-        wait.lookup.end()
+        wait.lookup.since = None
         return True
 
     def look_up_tails(self, state: RequestState, own_tokens: int) -> bool:

@@ -227,12 +227,12 @@ class RequestLookups:
         if answer is None or is_in_flight:
             facts = LookupFacts(is_in_flight, failed_s, has_answer=answer is not None)
         else:
-            future, chunks = answer.future, answer.asked_chunks
+            future, keys, chunks = answer.future, self.keys_of(state), answer.asked_chunks
             facts = LookupFacts(
                 is_in_flight,
                 failed_s,
                 may_wait=may_wait,
-                is_outdated=self.keys_of(state) > chunks or answer.is_old(self.namespace.client.stored),
+                is_outdated=keys > chunks or answer.is_old(self.namespace.client.stored),
                 has_all=answer.all_ready and future.leased,
                 awaits_tier=answer.may_wait and not tier.has_ended,
                 until_stale_s=future.stale_at - now,

@@ -167,10 +167,6 @@ class LookupWait:
             self.since = now
         return self.since
 
-    def end(self) -> None:
-        """End the wait, because vLLM can scan the request."""
-        self.since = None
-
     def set_late_at(self, sent_at: float, allowed_s: float, *, earliest: float) -> None:
         """Set when the answer to a lookup is late: once the request has waited for ``allowed_s``, but not before
         ``earliest``.
