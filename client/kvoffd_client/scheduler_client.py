@@ -226,7 +226,7 @@ class SchedulerClient(Session):
                 return LookupFuture(0, done=True, failed=True, answered_at=now)
             fits = count <= self._limits.max_keys_per_request
             parts = [(range(len(groups)), groups)] if fits else self._split(groups)
-            lease_id = self._rng.getrandbits(63) | 2**32  # random: any worker that knows it may load
+            lease_id = self._rng.getrandbits(63) | m.MIN_LEASE_ID  # random: any worker that knows it may load
             found = LookupFuture(lease_id, transport=self._transport, missing=len(parts), partial=[b""] * len(groups))
             self._unanswered[lease_id] = found
             for places, asked in parts:
@@ -315,9 +315,17 @@ class SchedulerClient(Session):
 
         Raises ValueError for a value that ``ReportEngine`` does not have.
         """
-        counts = skipped_loads, paused_stores, late_lookups
-        fields = prefill_rate, *counts, problem[: m.MAX_PROBLEM_CHARACTERS], unknown_hints, max(0.0, late_age_s)
-        message = m.ReportEngine(m.NO_REPLY, self._fingerprint, *fields)
+        message = m.ReportEngine(
+            m.NO_REPLY,
+            self._fingerprint,
+            prefill_rate,
+            skipped_loads=skipped_loads,
+            paused_stores=paused_stores,
+            late_lookups=late_lookups,
+            problem=problem[: m.MAX_PROBLEM_CHARACTERS],
+            unknown_hints=unknown_hints,
+            late_age_s=max(0.0, late_age_s),
+        )
         check(message)
         with self._transport.lock:
             # Also while it does not answer, which is when lookups are late.

@@ -39,6 +39,7 @@ from kvoffd_client.vllm.metrics import (
     LOOKUPS,
     PREFILL_RATE,
 )
+from kvoffd_client.vllm.next_lookup import MIN_RETRY_PAUSE_S
 from kvoffd_client.vllm.waits import MAX_STOOD_STILL_S
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.messages import COMING, MAX_GIVER, SHARED, GroupKeys, Outcome, PromptReport
@@ -593,6 +594,36 @@ def test_only_what_comes_from_allowed_tiers_is_worth_a_wait(tiers: frozenset[int
         harness.scan()
         assert (PENDING in harness.results(context)) is waits
         harness.clock.now += 0.3
+
+
+def test_a_slow_tier_that_is_excluded_does_not_delay_the_next_lookup(harness: ManagerHarness) -> None:
+    harness.new()
+    harness.manager.requests["r"].tiers = COMING - {SHARED}
+    harness.scan()
+    harness.client.answer(set(), coming={block_hash(1)}, shared={block_hash(2)}, wait_s=10.0)
+    harness.scan()
+    harness.clock.now += 2 * MIN_RETRY_PAUSE_S
+    assert harness.scan()
+
+
+def test_what_others_bring_up_from_an_excluded_tier_is_found_in_the_pool(harness: ManagerHarness) -> None:
+    for name, comes in (
+        ("disk", {"coming": HASHES}),
+        ("store", {"shared": HASHES}),
+        ("asked", {"shared": HASHES, "asking": 3}),
+    ):
+        context = harness.new(name)
+        harness.manager.requests[name].tiers = frozenset()
+        harness.scan(name)
+        harness.client.answer(set(), **comes)  # type: ignore[arg-type]
+        harness.scan(name)
+        harness.clock.now += 1.1
+        assert harness.scan(name)
+        harness.client.answer(HASHES)
+        harness.scan(name)
+        report = report_of(harness, 3 * CHUNK_TOKENS, name=name)
+        assert (report.found_pool, report.found_disk, report.found_shared) == (3, 0, 0)
+        assert {harness.manager.get_load_source(one, context) for one in KEYS} == {CacheHitSource.HOST}
 
 
 # --- hints -----------------------------------------------------------------------------------------

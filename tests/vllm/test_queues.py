@@ -15,10 +15,10 @@ from kvoffd_client import NamespaceSpec
 from kvoffd_client.vllm.chunk_groups import GROUP_ID_BYTES
 from kvoffd_client.vllm.connector_metadata import FailedJob, WorkerNews
 from kvoffd_client.vllm.engine_namespace import Search
+from kvoffd_client.vllm.next_lookup import MAX_RETRY_PAUSE_S
 from kvoffd_client.vllm.parked_prompts import JUDGED_AT_ONCE
 from kvoffd_client.vllm.prompt_queue import ASKED_AT_ONCE, MAX_AHEAD
 from kvoffd_client.vllm.request_lookups import CHECKED_AHEAD
-from kvoffd_client.vllm.waits import MAX_RETRY_PAUSE_S
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.messages import GroupKeys, Outcome
 from tests.kit.amount import TIMES

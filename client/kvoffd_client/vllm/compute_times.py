@@ -54,6 +54,7 @@ class ComputeTimes:
         return max(MIN_COMPUTED_S, (self._before(request_id) + tokens) / self.rate)
 
     def _before(self, request_id: str) -> int:
+        """Return the tokens that earlier requests compute before this one."""
         if self._rest is None:
             self._rest = self._in_order()
         while request_id not in self._tokens_before:

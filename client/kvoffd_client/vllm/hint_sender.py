@@ -76,7 +76,9 @@ class HintSender:
 
     def send_start_hints(self, state: RequestState) -> None:
         """Send the hints for a request's start, once: when the daemon can be reached and the adapter is known."""
-        if not state.start_hints_sent and self._adapters.identify(state) and self._namespace.serves:
+        if not state.hints.known or state.start_hints_sent:
+            return
+        if self._adapters.identify(state) and self._namespace.serves:
             state.start_hints_sent = True
             self._send(state, [hint for hint in state.hints.known if hint.action is not HintAction.RELEASE])
 
@@ -132,7 +134,8 @@ def hinted_hashes(
         found_tails: hashes of tails that were found for the request, by index of the group.
     """
     hashes, named = request.block_hashes, dict[int, list[bytes]]()
-    most_tokens = MAX_KEYS / sum(1 / group.tokens_per_chunk for group in groups)  # these have MAX_KEYS in all groups
+    # MAX_KEYS keys of all groups together are of this many tokens.
+    most_tokens = MAX_KEYS / sum(1 / group.tokens_per_chunk for group in groups)
     tail_end = 0  # hashes up to the end of the prompt's longest tail
     if tail_tokens and request.num_prompt_tokens > start:
         tail_end = (request.num_prompt_tokens - 1) // tail_tokens

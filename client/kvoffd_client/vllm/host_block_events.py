@@ -61,7 +61,7 @@ class HostBlockEvents:
 
     The daemon's events wait in ``_waiting``. ``take`` applies some of them in each step: a store's tokens go to
     ``_known``, its keys to ``_published`` and a vLLM event to ``_made``; a removal takes keys out of ``_published``.
-    When all is cleared, the published keys become ``_withdrawn``: ``take`` publishes their removal bit by bit, unless
+    When all is cleared, the published keys go to ``_cleared``: ``take`` publishes their removal bit by bit, unless
     they are stored again before. It returns what is in ``_made``.
 
     Routers count in the engine's blocks. If a key covers several, the hashes before the last one are computed from the
@@ -95,7 +95,7 @@ class HostBlockEvents:
         """Events of the daemon that are not applied yet."""
         self._made: list[KVCacheEvent] = []
         """Events of vLLM for the next ``take``."""
-        self._withdrawn: dict[str, dict[bytes, tuple[int, list[bytes]]]] = {MEDIUM_CPU: {}, MEDIUM_STORAGE: {}}
+        self._cleared: dict[str, dict[bytes, tuple[int, list[bytes]]]] = {MEDIUM_CPU: {}, MEDIUM_STORAGE: {}}
         """Keys of cleared blocks by medium, whose removal is unpublished, with group and hashes as in _published."""
 
     def take(self, namespace: EngineNamespace) -> list[KVCacheEvent]:
@@ -104,8 +104,8 @@ class HostBlockEvents:
             self._waiting.extend(namespace.client.take_events())
         blocks = 0
         while blocks < MAX_BLOCKS_PER_STEP:
-            if any(self._withdrawn.values()):
-                keys = self._withdraw(max(1, (MAX_BLOCKS_PER_STEP - blocks) // self._blocks_per_chunk))
+            if any(self._cleared.values()):
+                keys = self._publish_cleared(max(1, (MAX_BLOCKS_PER_STEP - blocks) // self._blocks_per_chunk))
             elif self._waiting:
                 keys = self._apply(self._waiting.popleft())
             else:
@@ -146,16 +146,16 @@ class HostBlockEvents:
         self._made.clear()
         for medium, published in self._published.items():
             published.clear()
-            self._withdrawn[medium].clear()
+            self._cleared[medium].clear()
 
-    def _withdraw(self, most: int) -> int:
+    def _publish_cleared(self, most: int) -> int:
         """Publish the removal of at most ``most`` cleared keys; return their number."""
-        medium, withdrawn = next((medium, keys) for medium, keys in self._withdrawn.items() if keys)
-        batch = list(islice(withdrawn.items(), most))
+        medium, cleared = next((medium, keys) for medium, keys in self._cleared.items() if keys)
+        batch = list(islice(cleared.items(), most))
         for index in self.groups:
             self._publish_removed(medium, index, {key: inner for key, (group, inner) in batch if group == index})
         for key, _ in batch:
-            del withdrawn[key]
+            del cleared[key]
         return len(batch)
 
     def _apply(self, event: KvEvent) -> int:
@@ -164,7 +164,7 @@ class HostBlockEvents:
             for medium, published in self._published.items():
                 for index, group in self.groups.items():
                     gone = {key: (index, inner) for key, inner in published.items() if key.endswith(group.suffix)}
-                    self._withdrawn[medium] |= gone
+                    self._cleared[medium] |= gone
                 published.clear()
             return 1
         index, medium = event.group_idx, event.medium
@@ -199,8 +199,8 @@ class HostBlockEvents:
             may_follow = known.begins_prompt or any(known.parent in parents for parents in self._published.values())
             if not may_follow:
                 continue
-            if (withdrawn := self._withdrawn[medium].pop(key, None)) is not None:  # to readers it was never removed
-                published[key], event = withdrawn[1], None  # the blocks behind it begin another event
+            if (cleared := self._cleared[medium].pop(key, None)) is not None:  # to readers it was never removed
+                published[key], event = cleared[1], None  # the blocks behind it begin another event
                 continue
             if (inner := self._inner_hashes(group, key, known)) is None:
                 continue

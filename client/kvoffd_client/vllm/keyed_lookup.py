@@ -54,7 +54,8 @@ class KeyedLookup:
         tiers: states of the keys that come from tiers which the request allows, as ``RequestState.tiers``.
         only_prefixes: of each group only what is behind its ready chunks without a gap can be used.
         stored: keys that were stored recently, as the client knows them.
-        stored_before: ``stored.count`` when it was sent.
+        compared: number of the last of the ``stored`` keys with which ``is_old`` has compared what the answer lacks.
+            Those that were stored before the lookup was sent, it need not look at.
         given_up: the request no longer waits for the answer, but uses it if it comes before the request runs.
         is_read: whether the answer was read.
         is_coming: some key is being promoted, or a shared store is asked for it, whatever tiers the request allows.
@@ -75,7 +76,7 @@ class KeyedLookup:
     tiers: frozenset[int]
     only_prefixes: bool
     stored: StoredKeys
-    stored_before: int
+    compared: int
     given_up: bool
     is_read: bool = False
     is_coming: bool = False
@@ -83,12 +84,10 @@ class KeyedLookup:
     all_ready: bool = False
     least_tokens: int = 0
     most_tokens: int = 0
-    _found_newer: bool = field(default=False, init=False)
-    """Whether something that the answer lacks was stored since, as the last search found."""
-    _searched_count: int = field(default=-1, init=False)
-    """``stored.count`` at the last search: the number of the last key that it has looked at."""
-    _lacks: frozenset[bytes] | None = field(default=None, init=False)
-    """All keys that the answer lacks, once they were needed."""
+    _is_old: bool = field(default=False, init=False)
+    """Whether one of the keys with which it was compared is lacking in the answer."""
+    _lacking_set: frozenset[bytes] | None = field(default=None, init=False)
+    """``_lacking()``, once that was needed as a set."""
 
     @property
     def asked_chunks(self) -> int:
@@ -159,18 +158,18 @@ class KeyedLookup:
         return found
 
     def is_ready(self, index: int, block_hash: bytes, end: int) -> bool:
-        """Return whether a block of a group that ends at a number of tokens is ready."""
-        chunks, states = len(self.chunks.get(index, ())), self._all_states(index)
+        """Return whether a block of a group is ready. It ends at this number of tokens of the prompt: inside a chunk if
+        it is a tail."""
         count, rest = divmod(end, self.groups[index].tokens_per_chunk)
-        at = count - 1
-        if rest:
-            tails = self.tails.get(index, ())
-            if block_hash not in tails:
-                return False
-            at = chunks + tails.index(block_hash)
-        elif at >= chunks:
+        if not rest:
+            states = self.chunk_states(index)
+            return 0 < count <= len(states) and states[count - 1] == READY
+        tails = self.tails.get(index, ())
+        if block_hash not in tails:
             return False
-        return 0 <= at < len(states) and states[at] == READY
+        states = self._all_states(index)[len(self.chunks[index]) :]
+        at = tails.index(block_hash)
+        return at < len(states) and states[at] == READY
 
     def leading_ready(self, index: int) -> int:
         """Return the number of a group's chunks that are ready, before the first one that is not."""
@@ -188,24 +187,24 @@ class KeyedLookup:
         """
         if stored is not self.stored:
             return True
-        if not self._found_newer and (count := stored.count) not in (self.stored_before, self._searched_count):
-            self._found_newer = self._was_stored(stored)
-            self._searched_count = count
-        return self._found_newer
+        if not self._is_old and (count := stored.count) != self.compared:
+            self._is_old = self._lacks_newer(stored)
+            self.compared = count
+        return self._is_old
 
-    def _was_stored(self, stored: StoredKeys) -> bool:
-        """Return whether keys that the answer lacks were stored after this was sent. Where these may be many, only what
-        was stored since the last search is looked at."""
-        if stored.forgotten > self.stored_before:
+    def _lacks_newer(self, stored: StoredKeys) -> bool:
+        """Return whether the answer lacks one of the keys that were stored since it was ``compared`` last."""
+        if stored.forgotten > self.compared:
             return True  # some of these keys are not remembered, and may be among those that the answer lacks
         if self.only_prefixes:
-            return any(stored.was_stored(key, self.stored_before) for key in self._lacking())
-        if self._lacks is None:
-            self._lacks = frozenset(self._lacking())
-        return not self._lacks.isdisjoint(stored.since(max(self._searched_count, self.stored_before)))
+            return any(stored.was_stored(key, self.compared) for key in self._lacking())
+        if self._lacking_set is None:
+            self._lacking_set = frozenset(self._lacking())
+        return not self._lacking_set.isdisjoint(stored.since(self.compared))
 
     def _lacking(self) -> Sequence[bytes]:
-        """Return the keys that the answer lacks and that could be used now, as they are on the wire."""
+        """Return the keys that the answer lacks and that could be used now, as they are on the wire: one of each group
+        if only prefixes can be used, else many."""
         lacking: list[bytes] = []
         for index, chunks in self.chunks.items():
             if self.only_prefixes:

@@ -166,7 +166,7 @@ class KvoffdManager(OffloadingManager):
         self.lookups.queue.parked.wake_all()
         for state in self.requests.values():
             self.lookups.end_leases(state)
-            state.wait.lookup.end()
+            state.wait.lookup.since = None
             self.adapters.weights_changed(state)
 
     def scheduled(self, request: Request, loaded_tokens: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import zip_longest
 
 from vllm.v1.kv_offload.base import OffloadKey
 
@@ -24,6 +25,9 @@ _WHILE_ASKING = bytes(ASKED if state == SHARED else state for state in _ALL_ANSW
 class PromotedBlocks:
     """Blocks that were, or were to be, promoted for a request.
 
+    What comes from tiers that it excludes is noted too, since its report says where keys were found. Once such a block
+    is ready, others had it brought up, and the request finds it in the pool.
+
     Attributes:
         chunks: by group, the last such state of each chunk, or ASKED or LACKED; 0 for others.
         tails: the same of tails that come or came, by vLLM's keys.
@@ -37,15 +41,19 @@ class PromotedBlocks:
         if not (answer.is_coming or self.chunks or self.tails):
             return
         table = _WHILE_ASKING if answer.future.asking else _ALL_ANSWERED
+        excluded = COMING - answer.tiers
         for key, state in answer.tail_states().items():
             if state in COMING:
                 self.tails[key] = state
-            elif state != READY:
+            elif state != READY or self.tails.get(key) in excluded:
                 self.tails.pop(key, None)
         for index in answer.chunks:
             states, before = answer.chunk_states(index), self.chunks.get(index, b"")
             if before or states.strip(NOT_COMING):
                 before, now = before.ljust(len(states), b"\0"), states.translate(table)
+                if excluded:
+                    of_others = {*excluded, ASKED} if SHARED in excluded else excluded
+                    before = bytes(0 if new == 0 and old in of_others else old for old, new in zip_longest(before, now))
                 self.chunks[index] = bytes(map(_merged, before, now)) + before[len(states) :]
 
     def tier_of(self, key: OffloadKey, place: Place) -> int:

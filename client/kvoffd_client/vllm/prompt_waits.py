@@ -158,24 +158,25 @@ class PromptWaits:
             engine_has_all: those are all that vLLM can use: nothing can be loaded but a tail.
             may_have_tail: the prompt may have a tail that is not in vLLM's own cache.
         """
-        scan = state.scan = PreparedScan(own_tokens, engine_has_all, self._lookups.may_load(state))
-        wait, namespace = state.wait, self._namespace
-        if (engine_has_all and not may_have_tail) or not scan.may_load or namespace.problem:
+        lookups, namespace, wait = self._lookups, self._namespace, state.wait
+        scan = state.scan = PreparedScan(own_tokens, engine_has_all, lookups.may_load(state))
+        needs_none = engine_has_all and not may_have_tail
+        if needs_none or not scan.may_load or namespace.problem:
             if state.last is None and scan.may_load:
-                self._lookups.look_up(state)  # the daemon counts its keys, and the policy learns that they are in use
+                lookups.look_up(state)  # the daemon counts its keys, and the policy learns that they are in use
         elif not (namespace.registered and namespace.client.ready):
             if self._wait_for_workers(state):
                 return False
         elif not self._renew_answer(state, own_tokens):
             return False
         else:
-            has_open_lookup = state.in_flight is not None  # one that is late, or would only replace the answer
-            scan.is_late = self._lookups.lacks_answer(state) and (has_open_lookup or wait.lookup.waits_no_more)
-            may_ask_tails = may_have_tail and not has_open_lookup and not self._lookups.has_failed(state)
-            scan.show(
-                state.answer, state.tiers if wait.tier.is_awaited else NOTHING_AWAITED, may_ask_tails=may_ask_tails
-            )
-        wait.lookup.end()
+            # A lookup that is still in flight is late, or would only replace an answer that is good enough.
+            is_in_flight = state.in_flight is not None
+            awaited = state.tiers if wait.tier.is_awaited else NOTHING_AWAITED
+            scan.is_late = (is_in_flight or wait.lookup.waits_no_more) and lookups.lacks_answer(state)
+            may_ask_tails = may_have_tail and not is_in_flight and not lookups.has_failed(state)
+            scan.show(state.answer, awaited, may_ask_tails=may_ask_tails)
+        wait.lookup.since = None
         return True
 
     def look_up_tails(self, state: RequestState, own_tokens: int) -> bool:
@@ -190,14 +191,17 @@ class PromptWaits:
         return may_scan
 
     def _renew_answer(self, state: RequestState, own_tokens: int) -> bool:
-        """Take the answer that has come; if it is outdated, look up again, and take the next one. Return False if the
-        request waits for that, or for its turn to be looked up: then it is parked."""
+        """Take the answer that has come; if it is time to look up again, do so, and take the next answer if that comes
+        in a moment. Return False if the request waits for it, or for its turn to be looked up: then it is parked."""
         wait = state.wait
         if self._lookups.take_answer(state) or state.answer is None:
-            # No wait for a tier ends while a lookup is in flight, and where steps are long there would always be one:
-            # so judge before the next is sent.
+            # A new answer is judged before the next lookup is sent: no wait for a tier ends while one is in flight, and
+            # where steps are long one always would be. An older answer is not: the next may show that all has come.
             self._judge_tier_wait(state)
-        if self._needs_lookup(state, own_tokens) and not self._look_up_in_turn(state, own_tokens):
+        since, may_wait = wait.lookup.since, True
+        if state.answer is not None and since is not None:  # then the last answer counts when its time is over
+            may_wait = self._engine_clock.read() < since + self._allowed_s(state, state.request.num_tokens - own_tokens)
+        if self._lookups.is_due(state, may_wait=may_wait) and not self._look_up_in_turn(state, own_tokens):
             return False
         if (lookup := state.in_flight) is not None:
             if not lookup.future.done:
@@ -205,7 +209,7 @@ class PromptWaits:
             if not lookup.future.done:
                 self._give_up_if_late(state, lookup, own_tokens)
             self._lookups.take_answer(state)
-        self._judge_tier_wait(state)
+        self._judge_tier_wait(state)  # by that answer; or the lookup was given up, or the connection lost
         if (lookup := state.in_flight) is None or lookup.given_up:
             return True
         awaits_tails = state.scan.tails.is_awaited = lookup.asks_tails_beyond(state.answer)
@@ -258,7 +262,8 @@ class PromptWaits:
             self._park(state, own_tokens, following)
 
     def _basis(self, state: RequestState, own_tokens: int) -> ScanBasis:
-        # The last prepare_scan() showed no answer if nothing may be loaded.
+        """Return what a scan would depend on now: on no answer if the last ``prepare_scan`` showed none, because the
+        engine has all of the prompt or nothing of it may be loaded."""
         answer = state.answer if state.scan.answer is not None else None
         return ScanBasis(answer, own_tokens, state.wait.tier.is_awaited, self._lookups.load_changes)
 
@@ -307,16 +312,6 @@ class PromptWaits:
         now = self._engine_clock.read()
         since = state.wait.lookup.begin(now)
         return self._engine_clock.is_idle and now - since < MIN_COMPUTED_S
-
-    def _needs_lookup(self, state: RequestState, own_tokens: int) -> bool:
-        """Return whether a request is to be looked up: it lacks an answer, or has an outdated one and still has time.
-        After that the last one counts."""
-        if state.in_flight is not None or not self._lookups.is_outdated(state):
-            return False
-        if state.answer is None or state.wait.lookup.since is None:
-            return True
-        allowed_s = self._allowed_s(state, state.request.num_tokens - own_tokens)
-        return self._engine_clock.read() < state.wait.lookup.since + allowed_s
 
     def _look_up_in_turn(self, state: RequestState, own_tokens: int) -> bool:
         """Look a request up, or park it if many others were looked up in this step. Return whether it continues.

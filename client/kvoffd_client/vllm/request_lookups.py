@@ -13,21 +13,15 @@ from kvoffd_client.vllm.engine_namespace import EngineNamespace
 from kvoffd_client.vllm.hint_sender import HintSender
 from kvoffd_client.vllm.keyed_lookup import KeyedLookup
 from kvoffd_client.vllm.log import logger
+from kvoffd_client.vllm.next_lookup import FAILED_PAUSE_S, LookupFacts, next_lookup_s, retry_pause_s
 from kvoffd_client.vllm.prompt_queue import MAX_AHEAD, PromptQueue
 from kvoffd_client.vllm.request_state import RequestState
 from kvoffd_client.vllm.waits import AnswerWait, EngineClock
-from kvoffd_proto.messages import GroupKeys
+from kvoffd_proto.messages import COMING, GroupKeys
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
-REFRESH_S, REFRESH_KEYS = 1.0, 1000
-"""An answer with misses is refreshed once it is this old; one about more than REFRESH_KEYS chunks at an age that is
-larger in proportion."""
-RENEW_BEFORE_S = 1.0
-"""An answer without misses is renewed this long before ``stale_at``."""
-FAILED_PAUSE_S = 1.0
-"""Time for which no lookup of a request is sent after one that failed."""
 CHECKED_AHEAD = 16
 """Prompts at the head of the queue whose answers are checked, and renewed if they are old, when a step is made."""
 
@@ -119,7 +113,7 @@ class RequestLookups:
                 continue
             self.take_answer(state)
             may_wait = state.answer is not None and state.answer.may_wait  # then the next scan decides
-            if state.in_flight is None and not may_wait and self.is_outdated(state):
+            if not may_wait and self.is_due(state):
                 self.look_up(state)
 
     def look_up(self, state: RequestState) -> None:
@@ -146,7 +140,7 @@ class RequestLookups:
             GroupKeys(index, b"".join(wire_keys([*found, *tails.get(index, ())], adapter)))
             for index, found in chunks.items()
         ]
-        stored_before, again = client.stored.count, is_counted or bool(tails)
+        stored_count, again = client.stored.count, is_counted or bool(tails)  # the count as it was before the lookup
         future = client.lookup(message, again=again, reported=True, peer=state.hints.peer, giver=state.hints.giver)
         was_sent = future.lease_id != 0
         if was_sent and not again:
@@ -162,7 +156,7 @@ class RequestLookups:
             tiers=state.tiers,
             only_prefixes=self._only_prefixes,
             stored=client.stored,
-            stored_before=stored_before,
+            compared=stored_count,
             given_up=wait.lookup.waits_no_more,
         )
         self._counters[metrics.LOOKUPS] += 1
@@ -204,9 +198,12 @@ class RequestLookups:
         state.answer = answered
         state.wait.promoted.record(answered)
         if answered.may_wait:
-            now = self._engine_clock.read()
+            now, tier = self._engine_clock.read(), state.wait.tier
             answered_at = now - (self.clock() - answered.future.answered_at)  # by the engine's clock
-            state.wait.tier.set_next_lookup(answered_at, now, answered.future.wait_s)
+            waited_s = now - tier.began if tier.began is not None else 0.0
+            # The daemon's estimate is of all tiers: one that the request excludes may be slower than those it allows.
+            has_excluded = answered.comes_from(COMING - answered.tiers)
+            tier.ask_at = answered_at + retry_pause_s(waited_s, 0.0 if has_excluded else answered.future.wait_s)
         return True
 
     def read(self, lookup: KeyedLookup) -> None:
@@ -223,22 +220,27 @@ class RequestLookups:
         """Return whether a request has no answer, or one that is known to be old: it should wait for the next one."""
         return state.answer is None or state.answer.is_old(self.namespace.client.stored)
 
-    def is_outdated(self, state: RequestState) -> bool:
-        """Return whether a request without a lookup in flight should be looked up: it lacks an answer, has one whose
-        lease will end soon, or may get a better one."""
-        answer, now = state.answer, self.clock()
-        if self.has_failed(state):
-            return False
-        if answer is None or self.lacks_answer(state):
-            return True
-        future = answer.future
-        if self.keys_of(state) > answer.asked_chunks:
-            return True  # it has generated further chunks
-        if answer.all_ready and future.leased:
-            return now > future.stale_at - RENEW_BEFORE_S
-        if answer.may_wait and not state.wait.tier.has_ended:
-            return self._engine_clock.read() >= state.wait.tier.ask_at
-        return now - future.answered_at > REFRESH_S * max(1.0, answer.asked_chunks / REFRESH_KEYS)
+    def is_due(self, state: RequestState, *, may_wait: bool = True) -> bool:
+        """Return whether a request should be looked up now. ``may_wait``: it has time to wait for the answer."""
+        answer, tier, now = state.answer, state.wait.tier, self.clock()
+        is_in_flight, failed_s = state.in_flight is not None, now - state.failed_at
+        if answer is None or is_in_flight:
+            facts = LookupFacts(is_in_flight, failed_s, has_answer=answer is not None)
+        else:
+            future, keys, chunks = answer.future, self.keys_of(state), answer.asked_chunks
+            facts = LookupFacts(
+                is_in_flight,
+                failed_s,
+                may_wait=may_wait,
+                is_outdated=keys > chunks or answer.is_old(self.namespace.client.stored),
+                has_all=answer.all_ready and future.leased,
+                awaits_tier=answer.may_wait and not tier.has_ended,
+                until_stale_s=future.stale_at - now,
+                until_ask_s=tier.ask_at - self._engine_clock.read() if answer.may_wait else 0.0,
+                answered_s=now - future.answered_at,
+                chunks=chunks,
+            )
+        return next_lookup_s(facts) <= 0.0
 
     # --- leases ------------------------------------------------------------------------------------
 

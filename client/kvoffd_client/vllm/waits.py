@@ -7,7 +7,8 @@
 | ``AnswerWait`` | engine | how long a prompt may wait for an answer, and the scheduler in a step |
 | ``EngineClock`` | engine | the time by which prompts wait |
 
-A prompt's two are its ``PromptWait`` (request_state.py). ``PromptWaits`` uses them all; ``next_wait`` decides.
+A prompt's two are its ``PromptWait`` (request_state.py). ``PromptWaits`` uses them all; ``next_wait`` and
+``next_lookup_s`` decide.
 
 Times of ``LookupWait`` and ``TierWait`` are by ``EngineClock``.
 """
@@ -19,9 +20,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from math import inf
 
-MIN_RETRY_PAUSE_S, MAX_RETRY_PAUSE_S, RETRY_SHARE = 0.002, 0.05, 0.02
-"""Shortest and longest pause between lookups of blocks being promoted. A request that has waited for long pauses for up
-to RETRY_SHARE of that time: reading 8,192 states takes the scheduler milliseconds."""
+from kvoffd_client.vllm.next_lookup import MIN_RETRY_PAUSE_S
+
 LOOKUP_WAIT_S = 0.001
 """Time that the scheduler waits for answers in one step, for all its new requests together."""
 IDLE_WAIT_S = 0.005
@@ -167,10 +167,6 @@ class LookupWait:
             self.since = now
         return self.since
 
-    def end(self) -> None:
-        """End the wait, because vLLM can scan the request."""
-        self.since = None
-
     def set_late_at(self, sent_at: float, allowed_s: float, *, earliest: float) -> None:
         """Set when the answer to a lookup is late: once the request has waited for ``allowed_s``, but not before
         ``earliest``.
@@ -190,9 +186,10 @@ class TierWait:
         began: time when it began; None before.
         until: its latest end.
         doubted_since: time since which it is not known to be worth it; None while it is.
-        is_awaited: the request waits for blocks of its present answer.
+        is_awaited: the request waits for blocks of its present answer. Not while that has none, or the daemon cannot be
+            asked again: then it is scanned without, and may wait again later.
         has_ended: it waits no more, also for those of later answers.
-        ask_at: time of the next lookup.
+        ask_at: time of the next lookup, ``retry_pause_s`` after the answer.
         judge_at: time when the wait ends if nothing changes.
     """
 
@@ -248,14 +245,3 @@ class TierWait:
             self.judge_at = min(self.until, self.doubted_since + doubt_s)
         self.has_ended = now >= self.judge_at
         self.is_awaited = not self.has_ended
-
-    def set_next_lookup(self, at: float, now: float, expected_s: float) -> None:
-        """Set the time of the next lookup after an answer that came at ``at``.
-
-        It follows after half of the time that the answer expects; without an estimate (``expected_s`` is 0), after a
-        quarter of the time waited so far.
-        """
-        waited_s = now - self.began if self.began is not None else 0.0
-        pause_s = expected_s / 2 if expected_s else waited_s / 4
-        longest_s = max(MAX_RETRY_PAUSE_S, RETRY_SHARE * waited_s)
-        self.ask_at = at + min(longest_s, max(MIN_RETRY_PAUSE_S, pause_s))

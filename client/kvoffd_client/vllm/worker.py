@@ -27,7 +27,7 @@ KERNELS_TIMEOUT_S = 300.0
 
 
 class LaunchedKernels:
-    """The kernels that were launched before this was made; of a GPU that has failed, and on CPU, none."""
+    """The kernels that were launched before this was made. There are none on CPU, nor on a GPU that has failed."""
 
     def __init__(self, sender: OrderedSender | None) -> None:
         self._began = time.monotonic()
@@ -262,7 +262,7 @@ class KvoffdWorker(OffloadingWorker):
         wanted = sorted(job_ids)
         kernels = LaunchedKernels(self._sender)
         if self._sender is not None:
-            self._sender.withdraw(wanted, KERNELS_TIMEOUT_S)  # waits for those that it sends when the kernels end
+            self._sender.withdraw(wanted, KERNELS_TIMEOUT_S)  # those fail that are not sent by then
         for client in self._clients():
             client.fence(wanted, self._fence_timeout_s, lambda: kernels.ended_at is None)
         if (ended_at := kernels.ended_at) is not None:
@@ -305,7 +305,7 @@ class KvoffdWorker(OffloadingWorker):
             )
         if released or not client.unfinished:
             client.close()  # jobs without a result fail: the daemon no longer accesses their blocks
-        self._former.append(client)
+        self._former.append(client)  # get_finished() takes its last results
 
     def _clients(self) -> list[WorkerClient]:
         return self._former if self._client is None else [*self._former, self._client]
