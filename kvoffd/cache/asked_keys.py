@@ -247,6 +247,7 @@ def _tables(outcome: PromptUse, reasons: bytes) -> _Tables:
     | ``unloaded``               | that                    | that                    | that      | that           |
 
     Keys behind have those of the first line, or ``unloaded``. In a tier they are AFTER_GAP unless all keys may come.
+    With ``not_awaited`` TIER_LATE, coming keys that were absent (ABSENT_REASONS) are TIER_LATE too.
     """
     there, may_come = (sum(map(reasons.count, values)) for values in ((FOUND, CAME), (IN_A_TIER, UNANSWERED_YET)))
     all_there = there == len(reasons) and outcome.not_awaited is None
@@ -256,7 +257,7 @@ def _tables(outcome: PromptUse, reasons: bytes) -> _Tables:
     coming[IN_A_TIER] = MissReason.TIER_LATE
     coming[UNANSWERED_YET] = MissReason.UNANSWERED
     behind = coming.copy()
-    if not all_may_come:  # nobody had it read: the gap had ended the prompt's use
+    if not all_may_come:  # it was not read because of a gap before it, behind which it is useless
         behind[IN_A_TIER] = MissReason.AFTER_GAP
     if (why := outcome.not_awaited) is not None:
         coming[CAME] = coming[UNANSWERED_YET] = why

@@ -47,8 +47,8 @@ class AwaitedKeys(dict[GroupKey, Awaited]):
         most: int,
         join: Callable[[Wish, Wish], Wish],
     ) -> int:
-        """Await keys for a wish, up to ``most`` of its giver. ``join`` makes one wish of an older one and this. Returns
-        how many are not awaited."""
+        """Await keys for a wish, up to ``most`` of its giver. ``join`` makes one wish of an older one and this, with
+        the older one's session and payer: the key still counts for them. Returns how many are not awaited."""
         over, session = 0, wish.session
         of_giver = self._of_session.setdefault(session, {}).setdefault(wish.payer, {})
         for key in keys:

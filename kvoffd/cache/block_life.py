@@ -156,6 +156,9 @@ class BlockLife:
     def set_sole(self, blocks: BlockIds, sole: int) -> None:
         """Let only stores with this number add shards to new blocks.
 
+        A client that is no engine may store other bytes for a key than an engine does: a block with shards of both
+        would be wrong.
+
         Stores of several ranks that belong together have the same ``sole`` number: a block that they begin has shards
         of these alone, or does not become READY. A block of stores with the number 0 has a shard of any of them.
         """
@@ -168,8 +171,8 @@ class BlockLife:
         return [block for block in blocks.tolist() if self._sole_of.get(block, 0) != sole]
 
     def drop_abandoned(self, blocks: BlockIds, sole: int) -> bool:
-        """Drop those of some blocks to which only stores with another number than ``sole`` may add shards, and that
-        have been partial for ABANDONED_S: these stores may be gone. Returns whether there are any."""
+        """Drop those of some blocks that have been partial for ABANDONED_S, and that only stores with another number
+        than ``sole`` may complete: these may be gone. Returns whether there are any."""
         if not self._sole_of:
             return False
         # Blocks of stores with the number 0 have no entry, and stay: any such store may add what they lack.
@@ -248,7 +251,7 @@ class BlockLife:
             for group, members in self.blocks.by_group(blocks[begin : begin + RECOVERED_AT_ONCE]):
                 self.blocks.add_recovered(group, members)
                 self.order.insert(group, members, self.blocks.keys(members, group.key_bytes))
-                self.order.share(members)
+                self.order.share(members)  # whose prompts asked for them is not known any more
         self._to_announce = blocks
         self.unannounced[blocks] = True
         self._quarantine(quarantined)

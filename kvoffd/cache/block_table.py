@@ -412,8 +412,8 @@ class BlockTable(Structure):
         ``order``: READY, unpinned blocks, the first to evict first; ``last``: there are no others. ``hints``,
         ``retentions``: see ``Retentions``: ``hint_of`` and ``numbers``.
         """
-        # Of a region also blocks that are not in ``order`` may go. C chooses no region that might not fit, so the
-        # buffer has space for all blocks of two.
+        # A region goes as a whole, with blocks that are not in ``order``. C chooses none whose blocks might not fit the
+        # buffer: two always do, and more can wait for the next call.
         most = len(order) + 2 * slots.slots_per_region
         if most > self._capacity:
             self._grow(most)
@@ -453,7 +453,7 @@ class BlockTable(Structure):
         return EndedSlots(self._numbers[:slots].copy(), corrupt)
 
     def common_group(self, blocks: BlockIds, *, unpinned: bool = False) -> int:
-        """Return the group number that all blocks have; 0 if they differ, or if one is pinned and ``unpinned``."""
+        """Return the group number that all blocks have; 0 if they differ. ``unpinned``: also 0 if one is pinned."""
         return int(self._native.blocks_common_group(self.address, packed(blocks), len(blocks), unpinned))
 
     def by_group(self, blocks: BlockIds) -> list[tuple[Group, BlockIds]]:

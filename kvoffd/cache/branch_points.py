@@ -148,7 +148,8 @@ def _add(known: _KnownBlocks, key: bytes, parent: bytes, tokens: bytes) -> None:
         if point is None:
             point = known.points[before] = Branch(before.end_tokens)
             if len(known.points) > MAX_POINTS:
-                least, gone = min(islice(known.points.items(), MAX_POINTS), key=lambda item: item[1].repeated_tokens)
+                others = islice(known.points.items(), MAX_POINTS)  # all but the new one, which has cost nothing yet
+                least, gone = min(others, key=lambda item: item[1].repeated_tokens)
                 del known.points[least]
                 gone.examples.clear()  # blocks behind it still refer to it
         point.prompts += 1

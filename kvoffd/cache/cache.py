@@ -6,6 +6,7 @@
 | ``space`` (space.py) | where slots for new blocks come from; ``Victims`` (victims.py) chooses what goes |
 | ``leases`` (leases.py) | what is pinned for whom, and the limits |
 | ``prompts`` (prompts.py) | what prompts asked for: counters, reports to policy, curve and tiers |
+| ``_prefetches`` (prefetches.py) | what hints have tiers bring up, which nothing pins |
 | ``namespaces`` (open_namespaces.py) | open namespaces, their numbers and groups |
 | ``integrity`` (integrity.py) | checksums |
 | ``life`` (block_life.py) | each block's state, and who hears of a change; the rules of access |
@@ -162,13 +163,14 @@ class Cache:
             namespace.check(index, keys)
         is_new = not lease.active
         if is_new:
+            # Else the report counts the keys, or the lease of the first lookup did.
             lease.covers_at_end = not (again or reported)
         else:
-            lease.forget_unanswered()
+            lease.forget_unanswered()  # stores are asked for these keys again
         lease.peer = peer
         asked = None if again else [AskedKeys(namespace, reported=reported) for _ in groups]
         found = list[FoundKeys]()
-        self.blocks.last_prompt += 1
+        self.blocks.last_prompt += 1  # above those of all stores, which evict no blocks of newer prompts (``Victims``)
         try:
             for index, keys in groups:
                 group = namespace.groups[index]
@@ -198,8 +200,8 @@ class Cache:
         found: list[FoundKeys],
         asked: list[AskedKeys] | None,
     ) -> list[FoundKeys]:
-        """Request what the pool lacks from the tiers, which ``mark`` in ``asked`` what becomes of it. Returns what was
-        found, with the states of keys that come up."""
+        """Request what the pool lacks from the tiers, which record in ``asked`` why keys do not come, or may not.
+        Returns what was found, with the states of keys that come up."""
         states = [of_group.states for of_group in found]
         is_complete = sum([len(of_group.ready) for of_group in found]) == sum(map(len, states))
         if is_complete and not lease.coming:  # while some are coming, the tiers must estimate its ``wait_s`` again
@@ -241,7 +243,8 @@ class Cache:
         for ticket in tickets:
             if is_success and ticket.blocks.size:
                 if self.life.tiers is not None:
-                    self.prompts.loaded(ticket, self.life.tiers.loaded(ticket))
+                    keys_by_source = self.life.tiers.loaded(ticket)  # only they know which keys they had brought up
+                    self.prompts.loaded(ticket, keys_by_source)
                 ticket.lease.count_load(ticket)
             self.life.unpin(ticket.blocks)
         if tickets and ends_lease and (lease := tickets[0].lease).active:
@@ -264,7 +267,7 @@ class Cache:
     ) -> int:
         """Retain, release or prefetch blocks of these keys, root first; see ``HintAction``. Returns how many are READY.
 
-        ``giver``: number of the hint's owner; 0 for one of its own, whose hints no release ends.
+        ``giver``: number of the hint's owner, whose releases end what it retains; 0 if unknown: then no release does.
 
         Raises BadGeometry, BadKeys.
         """
@@ -273,7 +276,7 @@ class Cache:
         if action is HintAction.PREFETCH:
             return self._prefetches.add(namespace, groups, session)
         wish, count = None, 0
-        if action is HintAction.RETAIN:  # one for all groups: their blocks are retained together
+        if action is HintAction.RETAIN:  # priority and time; one for all groups, whose blocks are retained together
             wish = self.order.retentions.wish(namespace, session, giver, priority, ttl_s)
         for index, keys in groups:
             group, different = namespace.groups[index], list(dict.fromkeys(namespace.split(index, keys)))
@@ -285,7 +288,7 @@ class Cache:
             count += len(ready)
             if wish is None:  # RELEASE
                 self.order.release(giver, group, ready, absent)
-            else:
+            else:  # who retains blocks uses them, as a prompt that asks for them: no other giver may release them
                 self.order.record_askers(group, packed_keys, states, ready, giver)
                 self.order.retain(wish, group, ready, absent)
         return count

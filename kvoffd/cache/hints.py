@@ -26,7 +26,8 @@ from kvoffd.cache.policy import BATCH, Admission, Chain, Policy
 from kvoffd.cache.retentions import ANY, Retentions, Wish
 
 SET_ASIDE_AT_ONCE = 1024
-"""Next blocks to be evicted that one step examines, and those that it and the evictions before it may set aside."""
+"""Retained blocks that evictions may set aside between two steps. The next step examines as many of the next blocks
+to be evicted as they have left of that."""
 SOON_DIVISOR = 64
 """A step examines no more blocks than 1/64 of the pool's slot numbers."""
 PASSED_AT_ONCE = 2048
@@ -86,8 +87,8 @@ class HintedOrder:
 
     def record_askers(self, group: Group, keys: bytes, states: bytes, ready: BlockIds, giver: int) -> None:
         """Record that a prompt of this giver asked for keys with these states, and for the READY ones' blocks; see
-        ``Askers``. The policy hears of the prompt later, by ``requested``. What another giver released is in its order
-        again."""
+        ``Askers``. The policy hears of the prompt later, by ``requested``. What another giver released returns to the
+        policy's order."""
         if self._released:
             others = ready[~self._askers.are_alone(ready, giver)]
             self._return_to_policy(group, others[self.retentions.have(self._released, others)])
@@ -253,8 +254,9 @@ class HintedOrder:
             soon = self._policy.first(min(left, len(self._blocks.state) // SOON_DIVISOR))
             retained = self.retentions.are_retained(soon)
             self._set_aside(soon[retained])
-            looked_at_fewer = left < SET_ASIDE_AT_ONCE  # evictions since the last step have set some aside
-            self._retained_may_be_next = looked_at_fewer or bool(retained.any())  # behind those that were looked at
+            # More are likely behind those that were looked at if some of these were retained, or if they were fewer than
+            # usual, since evictions have set some aside.
+            self._retained_may_be_next = left < SET_ASIDE_AT_ONCE or bool(retained.any())
         return more or self._retained_may_be_next
 
     # --- as Policy -------------------------------------------------------------------------------
@@ -315,14 +317,14 @@ class HintedOrder:
         hints, and stay where they are if they were set aside."""
         self._retained_may_be_next = True
         for group, members in self._blocks.by_group(blocks):
-            # All come to the end but those that are retained and outside, which are set aside.
             are_inside = np.array([not self._is_outside(block) for block in members.tolist()], np.bool_)
-            others = ~self.retentions.are_retained(members)
-            self._remove_hints(group, members[others])
+            are_retained = self.retentions.are_retained(members)
+            self._remove_hints(group, members[~are_retained])
             # The policy alone hears of it: who asked for the blocks is known, and must stay known.
             inside = members[are_inside][::-1]
             self._policy.remove(group, inside, self._blocks.keys(inside, group.key_bytes))
-            self._give_to_policy(group, members[are_inside | others])
+            are_set_aside = are_retained & ~are_inside
+            self._give_to_policy(group, members[~are_set_aside])
 
     def admit(self, group: Group, keys: bytes, starts: Sequence[int]) -> Admission:
         """As the policy's; keys of blocks that a hint retains are always admitted, with those before them in their

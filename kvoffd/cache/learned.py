@@ -155,7 +155,7 @@ class Learned(BufferedOrder):
         """Do nothing: a request's blocks have this order, whenever they come."""
 
     def remove(self, group: Group, blocks: BlockIds, keys: bytes) -> None:
-        if group.namespace.of_bench:
+        if group.namespace.of_bench:  # its keys teach nothing, and are not remembered without a block
             forgotten = self._native.learned_forget(self._at, group.number, keys, len(blocks), group.key_bytes)
             assert forgotten == len(blocks), "removed a block that is not in the policy"
             return
@@ -268,7 +268,7 @@ class LruFallback:
         if known.now < self._change_at or not self._asked:
             return
         lead = self._lead / self._asked
-        if known.as_lru:
+        if known.as_lru:  # not even LRU finds what the curve expects: by so much it is wrong here
             self._excess = max(0.0, lead)
             self._change(as_lru=False, lifetimes=JUDGED_AFTER)
         elif lead > MIN_LEAD + self._excess:

@@ -18,8 +18,10 @@ from kvoffd.errors import KvoffdError, UnknownLease
 from kvoffd.pool.allocator import PAGE_BYTES
 from kvoffd_proto.errors import ErrorCode
 
-ENDED_AT_ONCE, UNPINNED_AT_ONCE = 256, 4096
-"""Leases that one step ends, or unpins; and blocks, with those of its last lease, after which it stops."""
+ENDED_AT_ONCE = 256
+"""Leases that one step ends, or unpins."""
+UNPINNED_AT_ONCE = 4096
+"""Blocks after which a step unpins no further lease."""
 UNPINNED_FOR_LOOKUP = 4096
 """Ended leases and their blocks, each counted, that a lookup may unpin for itself, besides two for each of its own."""
 CLAIM_S = 10.0
@@ -39,7 +41,7 @@ class Leases:
     """Active leases, and those that have ended and whose blocks are still to be unpinned.
 
     An active lease is in ``by_id`` and in ``lease.siblings``, the leases of its session in its namespace, which are in
-    ``by_session``. Its blocks are pinned once for each time that their key came when the lease got them, and count in
+    ``by_session``. Each of its blocks is pinned as often as the lookup named its key, and counts as often in
     ``keys`` of its siblings; those that no lease had pinned count in ``nbytes`` of both. A session or namespace may end
     with very many leases: ``siblings`` loses all of them at once, and each step of ``unpin_some`` does the rest for
     some.
@@ -148,7 +150,8 @@ class Leases:
         ready = _ready_of(found)
         if is_new and (ready.size or lease.coming):  # it becomes active
             of_session = self.by_session.setdefault(lease.session, {})
-            lease.siblings = of_session.setdefault(lease.namespace, lease.siblings)  # its own, which is empty, if first
+            # The empty ``siblings`` with which it was made stay if it is the first of them.
+            lease.siblings = of_session.setdefault(lease.namespace, lease.siblings)
             lease.siblings.leases[lease] = None
             self.by_id.pop(lease.lease_id, None)  # an ended one of the same id, whose place is too early for this one
             self.by_id[lease.lease_id] = lease
@@ -176,9 +179,9 @@ class Leases:
     def _unpin_for(self, session: int, wanted: BlockIds) -> None:
         """Unpin blocks of ended leases, which must not keep a new one small, until a session may pin the wanted ones.
 
-        That takes at most a lease and a block for each of these, if all blocks have one size, each is in one lease, and
-        the pins are within the limit. Else, as where active leases pin the same blocks, even all ended ones may not
-        suffice: it stops soon after that number and UNPINNED_FOR_LOOKUP, and the lookup gets fewer blocks.
+        As many blocks, of as many leases at most, are mostly enough. Where active leases pin the same blocks, even all
+        ended ones may not suffice. So it stops soon after that number and UNPINNED_FOR_LOOKUP, and the lookup gets
+        fewer blocks.
         """
         nbytes, left = int(self._blocks.pages[wanted].sum()) * PAGE_BYTES, UNPINNED_FOR_LOOKUP + 2 * len(wanted)
         while self._to_unpin and left > 0:

@@ -69,7 +69,8 @@ ABSENT_REASONS = frozenset(
         MissReason.INVALIDATED,
     }
 )
-"""Reasons of keys whose block is not in the pool at all: another prompt may be computing it, or a tier may have it."""
+"""Reasons of keys without a block that another one may replace: another prompt may be computing it, or a tier may have
+it. Not PARTIAL, whose block is being written, nor what went wrong: CORRUPT, TIER_LATE and TIER_FAILED."""
 
 
 Shards: TypeAlias = tuple[tuple[int, tuple[int, ...]], ...]

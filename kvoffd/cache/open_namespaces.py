@@ -70,8 +70,8 @@ class OpenNamespaces(dict[bytes, Namespace]):
             self.save()
 
     def renumber(self, namespace: Namespace, number: int = 0) -> int:
-        """Give a namespace a number, by which records name it, and new groups: an unused number, or that of an earlier
-        daemon. Groups that it has, which is reset then, retire, and the new ones get their sizes. ``save`` afterwards.
+        """Give a namespace new groups, and a number by which records name it: an unused one, or that of an earlier
+        daemon. If it has groups, it is reset: they retire, and the new ones get their sizes. ``save`` afterwards.
         Returns how many blocks the old groups had in the index."""
         namespace.number = number or self._next_number
         self._next_number = max(self._next_number, namespace.number + 1)

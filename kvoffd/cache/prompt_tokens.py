@@ -72,7 +72,8 @@ class PromptTokens(NamedTuple):
         weights = np.ones(len(numbers), np.int64)
         if each and self.loaded:
             end = self.own + self.loaded
-            # The token at which each key's block begins, if the last block has the last token.
+            # A key weighs as many tokens as its block has of the loaded ones. Blocks begin at multiples of ``each``,
+            # and the last one has the last token.
             starts = ((end - 1) // each - np.arange(len(numbers))[::-1]) * each
             weights = np.maximum(0, np.minimum(starts + each, end) - np.maximum(starts, self.own))
         found, weighed, total = dict[Source, int](), 0, int(weights.sum())

@@ -101,7 +101,7 @@ def recover(
     native().recover_blocks(reference)
     quarantined = bad[: recovery.bad_found].copy()
     table.records["state"][discarded[: recovery.discarded_found]] = FREE_RECORD
-    blocks.state[quarantined] = NOT_FIRST
+    blocks.state[quarantined] = NOT_FIRST  # not FREE: no block may get them
     blocks.shard[quarantined] = CORRUPT
     slots.restore(np.concatenate([used[: recovery.used_found], quarantined]), table.region_sizes.astype(np.int64))
     whole = recovery.heads_found

@@ -24,8 +24,8 @@ RETAINED_SHARE = 0.25
 AWAITED_S = 60.0
 """Time for which a hint also retains blocks that are still to be stored: engines store the last ones after it."""
 MOST_TOGETHER, LEAST_RETENTIONS = 256, 64
-"""Most blocks of one retention, which end together; and retentions at least into which all that hints may retain is
-divided, if blocks are so large that this gives smaller ones."""
+"""Blocks of one retention, which end together: at most 256, and at most 1/64 of the bytes that hints may retain, so
+that large blocks have that many retentions at least."""
 LAPSED_AT_ONCE, DISPLACED_AT_ONCE = 32, 1024
 """Lapsed retentions that one step ends, and others that one hint displaces."""
 MAX_ENDED = 1024
@@ -163,7 +163,7 @@ class Retentions:
 
     @property
     def numbers(self) -> npt.NDArray[np.uint32]:
-        """The numbers in ``hint_of`` of all retained blocks, ascending."""
+        """The numbers in ``hint_of`` of all retained blocks, ascending, as in ``live``: each new one is higher."""
         if self._listed is None:
             self._listed = np.fromiter(self.live, np.uint32, len(self.live))
         return self._listed
@@ -215,6 +215,7 @@ class Retentions:
 
     def fitting(self, wish: Wish, group: Group, blocks: BlockIds) -> BlockIds:
         """Return the first of a group's blocks that may be retained besides what is, after others were displaced."""
+        # Whose ``retained_bytes`` are limited, and to how much: the namespace's by its quota, then all by the pool.
         limits: list[tuple[Namespace | Retentions, int]] = [(self, self._most_bytes)]
         if (quota := self._quotas.get(wish.namespace.fingerprint)) is not None:
             limits.insert(0, (wish.namespace, int(RETAINED_SHARE * quota)))
@@ -230,12 +231,12 @@ class Retentions:
         ``others_bytes``.
 
         They are of lower priority, and of its session or of one that has more than its share. Of such a session they
-        may be of any priority while the wish's own session has less than its share, ``free_bytes`` included: it gets
-        these in any case.
+        may be of any priority if they fit into what the wish's own session lacks of its share. It gets the
+        ``free_bytes`` in any case, so it does not lack these.
         """
         share = self._most_bytes // len({*self._bytes_of, wish.session})
         left = DISPLACED_AT_ONCE
-        lacks = share - self._bytes_of.get(wish.session, 0) - free_bytes  # bytes that the wish's session has too few
+        lacks = share - self._bytes_of.get(wish.session, 0) - free_bytes  # of the wish's session
         for priority, session in sorted(self._ranked):  # the lowest priority first
             is_own, is_lower = session == wish.session, priority < wish.priority
             if is_own and not is_lower:

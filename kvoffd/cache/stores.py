@@ -23,7 +23,8 @@ from kvoffd.cache.victims import ANY_PROMPT
 from kvoffd.errors import BadGeometry
 
 WITHOUT_SPACE = MissReason.NO_SPACE, MissReason.QUOTA
-"""Reasons why a store's keys got no blocks."""
+"""Reasons why a store's keys got no blocks, so that nothing behind them is stored. What is behind a rejected key is for
+the policy to reject."""
 _ABSENT = bytes([StoreVerdict.ABSENT])
 _FROM_ROOT = (ChainStart(0, NO_BLOCK),)
 """The chain of a store that begins its prompt with a block that it makes: there is none before it."""
@@ -115,8 +116,8 @@ class BlockStores:
             np.flatnonzero(of_key == verdict).tolist()
             for verdict in (StoreVerdict.ABSENT, StoreVerdict.JOIN, StoreVerdict.DUPLICATE)
         )
-        # The keys of these count as present, repeats included. If A's block is one of them, and B is absent, the store
-        # of A, A, B, B has the duplicate B alone.
+        # The keys of unjoinable blocks count as present, repeats included: if A's block is one, and B is absent, the
+        # store of A, A, B, B has the duplicate B alone.
         if unjoinable := {*self._life.unjoinable(blocks[joined], sole)}:
             joined = [index for index in joined if int(blocks[index]) not in unjoinable]
             split = np.frombuffer(part.keys, group.namespace.key_type).tolist()
@@ -153,7 +154,7 @@ class BlockStores:
             before = self._prompts_before(namespace.groups[part.group], part.before) if part.before else {}
             for at, start in enumerate(part.starts):
                 if at and part.before.get(start) == part.keys[(start - 1) * size : start * size]:
-                    labels[at] = labels[at - 1]  # it continues the chain that ends there
+                    labels[at] = labels[at - 1]  # the chain before it ends there: both are one prompt's, in two jobs
                 elif start in before:  # 0 if any of its groups got no space
                     continued[labels[at]] = min(before[start], continued.get(labels[at], ANY_PROMPT))
             labels_of_chains.append(labels)
@@ -223,6 +224,7 @@ class BlockStores:
                 ticket.rejected += absent[begin:end]
                 continue
             below, of_run = inf if takes_all else score, prompts[begin:end]
+            # Else no more may be evicted for it than for the last that got too little.
             if below > limit_score or int(of_run.max()) > limit_prompt:
                 oldest = int(of_run.min())
                 blocks = self._space.take(group, keys[begin * size : end * size], below, oldest)[:, 0]
@@ -237,14 +239,13 @@ class BlockStores:
                     runs += _by_prompt(_Run(begin, end, score), prompts)
                     continue
                 limit_score, limit_prompt = below, oldest
-            # It got too little. If blocks that may go for some score are left, its own has kept it out, and it is
-            # rejected. If none are, or if no score was asked for, there is no space.
+            # It got too little. It is rejected if its score has kept it out: blocks are left that may go for a higher
+            # one. If none are, or if its score was infinite, there is no space.
+            lost = ticket.no_space
             if limit_score < inf and are_any_left:  # once none are, none are for the rest
                 are_any_left = self._space.victims.are_evictable(newest)
-            if limit_score < inf and are_any_left:
-                ticket.rejected += absent[begin:end]
-            else:
-                ticket.no_space += absent[begin:end]
+                lost = ticket.rejected if are_any_left else ticket.no_space
+            lost += absent[begin:end]
 
     def _runs_of(self, group: Group, part: StorePart, keys: bytes, absent: Sequence[int]) -> tuple[list[_Run], float]:
         """Return the absent keys as runs, the last one first, and the score up to which none gets space: in a full
@@ -315,9 +316,11 @@ class BlockStores:
         keys_before: dict[int, bytes] = {}
         for start, (begin, end) in zip(part.starts, pairwise(begins), strict=True):
             if begin < end:
-                first = copy[begin]  # before it is the key before in this store, which was there, else the named one
-                inside = part.keys[(first - 1) * size : first * size] if first > start else b""
-                keys_before[begin] = inside or part.before.get(start, b"")
+                first = copy[begin]
+                if first > start:  # the key before it is one of this store, which is not copied
+                    keys_before[begin] = part.keys[(first - 1) * size : first * size]
+                else:
+                    keys_before[begin] = part.before.get(start, b"")
         if not any(keys_before.values()):
             return [ChainStart(begin, NO_BLOCK) for begin in keys_before]
         _, blocks = self._blocks.find(ticket.group, b"".join(keys_before.values()))
@@ -383,8 +386,8 @@ class BlockStores:
             return
         ready = self._blocks.lookup(group, keys, lease=False).ready
         self._blocks.record_chain(ready)
-        # The first may have been used before: then the policy `arc` moves none behind it, but those behind the second.
-        # Where all can be moved behind the first, the last call decides.
+        # If the first was used before, the policy `arc` moves none behind it: then the call for those behind the second
+        # is what orders them. Otherwise that for those behind the first does, which comes last and includes them.
         for first in (1, 0):
             if len(ready) > first + 1:
                 self._order.follow(int(ready[first]), ready[first + 1 :])

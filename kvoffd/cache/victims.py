@@ -89,7 +89,7 @@ class Victims:
             return Choice(self.for_space(*wanted), same_group=False)
         if tiers is not None and (waiting := tiers.waiting(chosen)) is not None and waiting.any():
             next_in_order, chosen = chosen, self._next_passing_waiting(tiers, count, below, older_than)
-            if len(chosen) < len(next_in_order):  # some of those are pinned, which it leaves out
+            if len(chosen) < len(next_in_order):  # too many of the next are pinned: ``for_space`` passes over those
                 return Choice(self.for_space(*wanted), same_group=False)
         if self._blocks.common_group(chosen, unpinned=True) != group.number:
             return Choice(self.for_space(*wanted), same_group=False)
@@ -153,7 +153,8 @@ class Victims:
             if passed >= MAX_PASSED or len(victims) >= most or self._bytes_of(victims) >= nbytes:
                 break
         if passed >= MAX_PASSED and self._bytes_of(victims) < nbytes:
-            retained_bytes = groups[0].namespace.retained_bytes  # all that a hint retains may come first
+            # So many of the oldest that there are enough behind the retained ones, which may all be among them.
+            retained_bytes = groups[0].namespace.retained_bytes
             wanted = [
                 min(most, -(-nbytes // one.block_bytes)) + -(-retained_bytes // one.block_bytes) for one in groups
             ]
