@@ -166,7 +166,7 @@ class S3(Store):
         self._retry_until = self._answer_until = 0.0
         """Times until which the running call sends a refused request again, and waits for single answers: see
         RETRIED_SHARE and LATE_SHARE. ``get`` has only the first, which the requests of all its blocks share; it is set
-        anew for each block that ``get`` waits for."""
+        again for each block that ``get`` waits for."""
 
     def connect(self) -> None:
         if self._loop is None:
