@@ -150,7 +150,7 @@ class PromotionSource:
                 if not (count := min(most, self.reads.free_blocks(block_bytes))):
                     if not most or self.reads.under_way:  # the next call, at the latest the end of a read, continues
                         return
-                    # Without any read there is space for a block: it is reads that were given up that have it.
+                    # Without other reads one block may always be read: those that were given up use the space.
                     self._promotions.set_blocked(queue, NotRead.OVERDUE)
                     break
                 batch = list(islice(queue.fills, count))
@@ -255,12 +255,12 @@ class PromotionSource:
         since = self._clock() - (0.0 if is_away else self.patience_s)
         for queue in self.read_order.queues():
             is_short = queue.blocked is not None and queue.blocked.reason is NotRead.NO_SPACE
-            # Each in its turn: a new reservation unblocks a queue, however long it was blocked.
-            is_reserved = is_short and self._promotions.reserve(queue)
-            blocked = queue.blocked
+            has_space = is_short and self._promotions.reserve(queue)
+            blocked = queue.blocked  # by now: to get its space in this call unblocks it, however long it was blocked
             if blocked is None or blocked.since > since:
                 continue
-            if is_reserved and not is_away and (blocked := self._still_blocked(queue, blocked)) is None:
+            # A queue that had its space before this call, and is blocked all the same, lacks slots.
+            if has_space and not is_away and (blocked := self._still_blocked(queue, blocked)) is None:
                 continue
             reason: Result | NotRead = Result.DEADLINE if is_away else blocked.reason
             for fill in list(islice(reversed(queue.fills), most)):  # the others are a prefix, and may still get space
@@ -271,13 +271,12 @@ class PromotionSource:
         return False
 
     def _still_blocked(self, queue: FillQueue, blocked: Blocked) -> Blocked | None:
-        """Return why a queue that was reserved before it was blocked fails; None if it gets slots, or waits longer. The
-        reservation says nothing about slots, so a read is tried."""
+        """Return why a queue that has its space but got no slots fails; None if it gets slots now, or waits longer."""
         if self.reads.free_blocks(queue.group.block_bytes):
             self._begin_batch(queue, list(islice(queue.fills, 1)))  # unblocks it if there are slots by now
             return queue.blocked
-        # While others are read there may never be bytes for one here. Then ``pump`` tries it in its turn, and if that
-        # found no slots after its patience either, it has waited long enough.
+        # The reads under way use all bytes that this source may use, as they may whenever this is called. So the last
+        # attempt of ``pump`` decides: it found no slots, and if the queue's patience was over by then, it fails.
         return blocked if blocked.tried_at - blocked.since >= self.patience_s else None
 
     # --- ends ------------------------------------------------------------------------------------
@@ -326,7 +325,8 @@ class PromotionSource:
             self._promotions.settle(fill, CAME)
         elif result is Result.UNWANTED:
             self._promotions.settle(fill, IN_A_TIER)
-        elif fill.state not in SETTLED:  # as one that was dropped is: what is DONE here lacks checksums
+        elif fill.state not in SETTLED:  # else it was given up, or its key removed
+            # What is DONE and not READY lacks checksums.
             self._promotions.fail(fill, Result.CORRUPT if result is Result.DONE else result)
 
 

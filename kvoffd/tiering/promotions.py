@@ -283,10 +283,11 @@ class Promotions:
     def _slower_sources(
         self, lookup: CurrentLookup, part: LookupPart, places: Sequence[int]
     ) -> Collection[PromotionSource]:
-        """Return the sources whose keys take longer to read than to compute, by the measured speeds and without a
-        queue; only the engine, which has a queue too, can weigh the queues. Count these keys, which are skipped.
+        """Return the sources whose keys take longer to read than to compute; count these keys, which are skipped.
 
-        A hint's are read all the same, and every READ_AGAIN_S those of one lookup, so that the speed is measured again.
+        The measured speeds are compared, without what waits at the source and at the engine: only the engine knows
+        both. A hint's keys are never skipped. Once in READ_AGAIN_S those of one lookup are not either, so that the
+        speed is measured again.
         """
         if lookup.lease.session == NO_SESSION:
             return ()
@@ -331,8 +332,8 @@ class Promotions:
     def _new_fill(
         self, lookup: CurrentLookup, part: LookupPart, place: int, queues: dict[PromotionSource, FillQueue]
     ) -> Fill:
-        """Return a queued fill for a key that a source has. ``queues``: those of the part's new fills; a source's is
-        made for its first one, which follows right away, since an order has no queue without fills."""
+        """Return a queued fill for a key that a source has. ``queues``: those of the part's new fills. A source's is
+        made with its first fill, not earlier: no queue in a ``ReadOrder`` is empty."""
         source, key, session = part.there[place], part.keys[place], lookup.lease.session
         if (queue := queues.get(source)) is None:
             order, is_prefetch = source.read_order, session == NO_SESSION
@@ -410,9 +411,10 @@ class Promotions:
         What a store is being asked for, for the same prompt, needs space too. It counts within the queue's patience
         only: the engine may never look it up again.
 
-        Once it does not count, the prompt may use space that other sources have reserved and are too slow to fill in
-        time. For example, a prompt of 4 GiB is read in 2 s and loaded within the patience of 5 s. In these 7 s a store
-        that reads 0.1 GiB/s fills 0.7 GiB of the 10 GiB that it has reserved: the prompt may use the other 9.3 GiB.
+        If nothing of that kind counts, the prompt may also use space that other sources have reserved, but fill only
+        after it has been loaded. For example, a prompt of 4 GiB is read in 2 s and loaded within the patience of 5 s.
+        In these 7 s a store that reads 0.1 GiB/s fills 0.7 GiB of the 10 GiB that it has reserved: the prompt may use
+        the other 9.3 GiB.
         """
         if leasable_bytes >= self._cache.leases.most_bytes:  # all there is: to wait would give no more
             return True
@@ -523,8 +525,8 @@ class Promotions:
                 self.settle(fill, IN_A_TIER)  # the engine reports why it is not loaded
 
     def _hand_over(self, ended: Lease, queued: Sequence[Fill]) -> None:
-        """Have queues of these fills that were to get space with others of an ended lease get it with those of the last
-        lease that still waits for them."""
+        """Move queues of these fills that are in the ``LookupQueues`` of an ended lease, and have no space, to those of
+        another lease that waits for them: the last one."""
         next_leases = {
             fill.queue: next(reversed(fill.leases))
             for fill in queued
@@ -563,8 +565,9 @@ class Promotions:
 def _bytes_until(order: ReadOrder, its_queues: Collection[FillQueue], its_fills: Collection[Fill]) -> int:
     """Return the bytes that a source reads until it has read the last of a lookup's fills in some of its queues.
 
-    Of an owner these are all queues up to its last one of them; of each other owner as many bytes at most, since they
-    share the source. Blocked queues are passed over.
+    Owners get equal parts of the source, and each one's queues are read in order. So these are the bytes of the queues'
+    owner up to the last of the fills, and as many of each other owner, or all if it has fewer. Other queues that are
+    blocked are passed over.
 
     For example, the lookup's queue has 5 bytes, behind 10 others of its owner. Another owner has queued 40, a third one
     3. Once the first has read its 15, the second has read 15 too, and the third its 3: 33 in all.

@@ -56,9 +56,9 @@ class CurrentLookup:
     """Pool bytes that may still be promoted for it: what leases may pin, less what it has. Negative if its READY keys
     are more than that: anything else would evict its own beginning."""
     may_wait: bool
-    """Whether its new fills may wait for space. Those of a repeated lookup may from the first key on that was not last
-    missed for want of space: a store had not answered the first lookup, or the key had space then. A key that got no
-    space in its patience does not wait again."""
+    """Whether its new fills may wait for space. Those of a first lookup may. Those of a repeated one do not while their
+    keys were last missed for want of space, since these have waited for it before. From the first other key on they
+    may: it had space then, or a store had not answered about it. ``Promotions._refusal`` decides that."""
     queues: LookupQueues
     """The queues of its new fills, and of those that it has joined."""
     new_bytes: int = 0
@@ -125,12 +125,13 @@ class LookupPart:
             self.asked.mark(self.start + place, self.start + place + 1, reason)
 
     def look(self, steps: Sequence[Sequence[PromotionSource]], *, prefix: bool) -> None:
-        """Ask sources for the unfound keys, those of a step at once, until all keys are found."""
+        """Ask sources for the unfound keys, those of a step at once, until all keys are found. ``prefix``: this may end
+        with the first key that no source has, which is then the only one in ``unfound``."""
         if prefix and len(self.unfound) > 1 and not any(step[0].shared for step in steps):
             # Disks mostly lack the first key, and to look for one is faster than for all.
             behind_first, self.unfound = self.unfound[1:], self.unfound[:1]
             self.look(steps, prefix=True)
-            if self.unfound:
+            if self.unfound:  # the prefix ends here
                 return
             self.unfound = behind_first
         for step in steps:
@@ -242,7 +243,7 @@ class TierLookups:
             self._find_window(lookup, parts[-1], spec, may_grow=may_grow)
         lease.asking_bytes = min(lookup.asking_bytes, max(0, lookup.promotable_bytes))
         if lease.coming:
-            answers_s = ANSWER_S if lease.asking else 0.0  # it was asked in this call: see ``Lease.forget_unanswered``
+            answers_s = ANSWER_S if lease.asking else 0.0  # the caller took off what earlier lookups had asked for
             lease.wait_s = max(answers_s, self._promotions.wait_s(lease))
         for part in parts:
             if part.asked is not None:
@@ -348,8 +349,8 @@ class TierLookups:
             )
 
     def _await_answers(self, lookup: CurrentLookup, part: LookupPart, *, prefix: bool) -> None:
-        """Have the lookup wait for the answers about keys that a store is being asked for, until it asks again: then
-        ``Lease.forget_unanswered`` takes off what is added here."""
+        """Have the lookup wait for the answers about keys that a store is being asked for. When it is repeated, the
+        cache first takes off what is added to the lease here (``Lease.forget_unanswered``)."""
         count = len(part.asking)
         lookup.lease.asking += count
         lookup.lease.coming += count

@@ -123,6 +123,7 @@ class UnansweredKeys:
         found: Sequence[bool],
     ) -> None:
         """Count keys by a store's answer. ``answered``: by key, the lookups that ask for it."""
+        # To a lookup that found all of its keys it does not matter whether the tier is down.
         for asked in {one.asked: None for of_key in compress(answered, map(not_, found)) for one, _ in of_key}:
             _record_reply(tier, asked)
         decided = [

@@ -74,7 +74,7 @@ class WriteBudget:
         return bool(self.first_filling_bytes) or not self._bound or self._fill() >= min(nbytes, self._bound)
 
     def refund(self, spent: Spent) -> None:
-        """Return what was taken for a block that was not written."""
+        """Give back what was taken for a block of which nothing was written."""
         self.first_filling_bytes += spent.first_filling
         self._level += spent.of_day
 

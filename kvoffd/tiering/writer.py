@@ -64,7 +64,8 @@ class BlockWrite:
     offsets: list[int]
     """Pool offset of the block's slot in bytes, by rank."""
     spent: Spent | None = None
-    """Bytes that it took out of the budget, which gets them back if the block is not written."""
+    """Bytes that it took out of the budget. The budget gets them back if the tier had the block already, but not if the
+    write failed: some of it may have been written."""
     trickles: bool = False
     """Whether it began while engines copied."""
 

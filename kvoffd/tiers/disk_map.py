@@ -278,7 +278,8 @@ class DiskMap:
             first, numbers = number * self.slots.slots_per_region, region.group_numbers
             gone += (np.flatnonzero((numbers > 0) & ~is_known[numbers]) + first).tolist()
             there = (np.flatnonzero(is_known[numbers]) + first).astype(np.uint32)
-            gone += self.enter(there.tobytes(), len(there))  # of two blocks with one key, the later one counts
+            # A key has two records if its block was evicted and written again: that of the higher slot counts.
+            gone += self.enter(there.tobytes(), len(there))
         for slot in gone:
             region, place = self.at(slot)
             region.groups[place], region.hours[place] = 0, NEVER
@@ -311,14 +312,14 @@ class DiskMap:
             last = len(seconds) - 1 - int(seconds[::-1].argmax())
             self._last_writes[number] = _LastWrite(int(seconds[last]), int(places[last]))
             tags, of_tag, counts = np.unique(records["tag"], return_inverse=True, return_counts=True)
-            by_tag = (places + first)[np.argsort(of_tag, kind="stable")]  # the slots of each tag together
-            begin, numbers = 0, list[int]()
+            slots_by_tag = (places + first)[np.argsort(of_tag, kind="stable")]  # the slots of each tag together
+            begin, group_numbers = 0, list[int]()
             for tag, count in zip(tags.tolist(), counts.tolist(), strict=True):
                 group_number, parts = samples.setdefault(tag, (len(samples) + 1, []))
-                parts.append(_spread(by_tag[begin : begin + count], SAMPLES))
-                numbers.append(group_number)
+                parts.append(_spread(slots_by_tag[begin : begin + count], SAMPLES))
+                group_numbers.append(group_number)
                 begin += count
-            region.group_numbers[places] = np.array(numbers, np.uint32)[of_tag]
+            region.group_numbers[places] = np.array(group_numbers, np.uint32)[of_tag]
         return samples
 
     def _group_of(self, tag: int, slots: npt.NDArray[np.int64]) -> tuple[BlockGroup | None, int]:

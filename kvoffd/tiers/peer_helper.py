@@ -369,7 +369,7 @@ class Helper:
             began = time.perf_counter()
             self._nixl.get_new_notifs()
             moved = time.perf_counter() - began > MOVED_S
-            if moved and (busy or waiting or call):  # without work the first call may take as long for nothing
+            if moved and (busy or waiting or call > 0):  # a turn's first call may take as long without work
                 self._busy_until = time.monotonic() + BUSY_AFTER_S
             if self._transfers and self._end_transfers(now):
                 break

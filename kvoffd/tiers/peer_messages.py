@@ -41,7 +41,8 @@ _FRAME_BYTES = 10
 FIND, PIN, RELEASE, READ, FREE, REPLY, CONNECT, FOLLOW = range(8)
 """Kinds of frames to the helper. It sends FIND, PIN, RELEASE and FOLLOW to a peer, where they come in a REQUEST."""
 ANSWER, DONE, FAILED, REQUEST, STARTED, BEAT = range(16, 22)
-"""Kinds of frames from the helper."""
+"""Kinds of frames from the helper. BEAT has no id: in its place are the connections to ``listen`` that the helper has
+refused so far."""
 
 
 class HelperSettings(msgspec.Struct, array_like=True, frozen=True):

@@ -273,7 +273,8 @@ class _Reading:
             begun.call = helper.begin(READ, self._peer, begun.where)
             self._under_way.append(begun)
         part = self._under_way[0]
-        which = self._peer * SLICES + helper.wait(part.call, deadline)[0] % SLICES  # its own, whatever was answered
+        # The answer is the number of a slice. Even a wrong one leads to those of this peer.
+        which = self._peer * SLICES + helper.wait(part.call, deadline)[0] % SLICES
         landed = helper.landing_address + which * SLICE_BYTES
         whole = [piece for piece, _, length in part.spans if length == len(piece.view)]
         slots = array("Q", [piece.address for piece in whole])

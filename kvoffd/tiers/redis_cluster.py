@@ -281,8 +281,9 @@ class RedisCluster(Store):
             if self._pings(address, Redis.ping_answer, max(until, time.monotonic() + self._reconnect_s)):
                 answer.add(address)
                 self._answered(address)
+        # Each third of the slots has a copy of each generation.
         thirds = {slot * COPIES // SLOTS for slot, owner in enumerate(self._owners) if owner in answer}
-        if len(thirds) < NEEDED_COPIES:  # of the slots, with a copy of each generation in each
+        if len(thirds) < NEEDED_COPIES:
             raise self._too_few()
 
     def _pings(self, address: Address, half: Callable[[Redis, float], None], deadline: float) -> bool:
@@ -315,8 +316,8 @@ class RedisCluster(Store):
         except StoreError as error:
             if error.kind is not StoreFault.GENERATION:
                 raise
-            self.connect()
-            return super().generations(fingerprints, deadline)  # one of them has no number
+            self.connect()  # the error closed all
+            return super().generations(fingerprints, deadline)  # one by one: an invalid copy fails its namespace alone
         found = list[int | StoreError]()
         for fingerprint in fingerprints:  # enough copies of one may be reachable, and not of another
             known = {name: numbers[name] for name in copies_of(fingerprint) if name in numbers}
@@ -337,7 +338,7 @@ class RedisCluster(Store):
             try:
                 self._raise_copies(numbers, generation, deadline)
             except StoreError as error:
-                if error.kind.skips_server:
+                if error.kind.skips_server:  # the master fails, not only this write
                     raise
                 self._raise_at = time.monotonic() + RAISE_PAUSE_S  # a node with write permission does it
         return generation
@@ -430,7 +431,7 @@ class RedisCluster(Store):
         node = self._nodes[address]
         try:
             yield node
-            if elsewhere := node.elsewhere:
+            if elsewhere := node.elsewhere:  # it refused keys whose slots it does not own or serve now
                 node.elsewhere = {}
                 if Refusal.DOWN in elsewhere:  # it may have lost its slots while cut off from the others
                     self._pause(address, elsewhere[Refusal.DOWN], is_skipped=True)

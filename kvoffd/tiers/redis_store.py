@@ -293,7 +293,7 @@ class Redis(Store):
         if line == b"$-1" and b"$" in kinds:
             return ""
         if not kind or kind not in kinds:
-            self._check(line, kinds[:1])
+            self._check(line, kinds[:1])  # raises: it is of another kind
         most = {b":": MAX_NUMBER, b"$": most_bytes, b"*": MAX_ELEMENTS[min(depth, 4)]}[kind]
         if not re.fullmatch(rb"-?[0-9]{1,18}", text) or not (kind == b":" or 0 <= int(text) <= most):
             raise self._connection.protocol_error(f"{self._quoted(text)} is not a valid number or length")

@@ -165,7 +165,8 @@ class S3(Store):
         """Time when a part of an object last came, or the wait began."""
         self._retry_until = self._answer_until = 0.0
         """Times until which the running call sends a refused request again, and waits for single answers: see
-        RETRIED_SHARE and LATE_SHARE. ``get``, which waits for no answers together, has the first alone."""
+        RETRIED_SHARE and LATE_SHARE. ``get`` has only the first, which the requests of all its blocks share; it is set
+        again for each block that ``get`` waits for."""
 
     def connect(self) -> None:
         if self._loop is None:
@@ -223,7 +224,7 @@ class S3(Store):
     async def _list_generations(self, names: Sequence[bytes]) -> None:
         """Remember those of these generations that are as they were when they were read last, or do not exist, by one
         request: ``_generation`` asks for the others."""
-        place = self._path(names[0]).rsplit("/", 2)[0]
+        place = self._path(names[0]).rsplit("/", 2)[0]  # without NAMESPACE/generation
         listed = await self._request(lambda: self._first_listed(place))
         now = time.monotonic()
         has_all = len(listed) < MAX_LISTED
@@ -236,7 +237,7 @@ class S3(Store):
                 self._remember(name, number, now)
 
     async def _first_listed(self, place: str) -> dict[str, str]:
-        """Return the ETags of the first objects below a path, by the last parts of their names."""
+        """Return the ETags of the first objects below a path, by the ends of their paths: see ``_place_of``."""
         async for part in obstore.list(self._bucket.client, place, chunk_size=MAX_LISTED):
             return {_place_of(one["path"]): _etag_of(one) for one in part}
         return {}
@@ -392,7 +393,8 @@ class S3(Store):
         if answer.meta["size"] != size:
             return False
         rests = [np.frombuffer(one, np.uint8) for one in into if len(one)]
-        part_bytes = min(size + 1, RECEIVE_BYTES)  # one more, so that the end comes with the last part
+        # Only the last part is shorter than this, which ends the loop: the first one, if all bytes fit into it.
+        part_bytes = min(size + 1, RECEIVE_BYTES)
         async for part in answer.stream(part_bytes):
             self._came_at = time.monotonic()
             data = np.frombuffer(part, np.uint8)
@@ -536,7 +538,7 @@ class S3(Store):
 
 
 def _place_of(path: str) -> str:
-    """Return the namespace's part of a generation's path, however the server wrote what is before it."""
+    """Return the end of a generation's path, NAMESPACE/generation, however the server wrote what is before it."""
     return "/".join(path.rsplit("/", 2)[1:])
 
 
