@@ -112,7 +112,7 @@ class PeerPlaces:
         """Have a peer be connected that a request names. It gets an empty place, or else that of the peer that has not
         been used for longest, of those that were not named recently and are not being used.
 
-        Return its tier's name; empty if all places are taken. ``only_named``: see ``Tier``; False for a node that a name
+        Return its tier's name; empty if all places are taken. ``only_named``: see ``Tier``; False for one that a name
         lists now.
         """
         now, name = self._clock(), f"{PEER}{address}"
