@@ -104,6 +104,7 @@ class LoopWatch:
             return
         seconds = time.monotonic() - self._turn_at
         if seconds > max(BOUNDS_S[0], self._longest_turn_s):  # reading the waits for each turn would cost too much
+            # Waits since they were last subtracted: those from before this turn make it count as shorter.
             waited_s = self._waited_for_cpu_s()
             self._longest_turn_s = max(self._longest_turn_s, seconds - (waited_s - self._subtracted_s))
             self._subtracted_s = waited_s
@@ -132,8 +133,13 @@ class LoopWatch:
         self._beat_again(now)
 
     def _blocker(self, now: float, blocked_s: float) -> str:
-        """Return what blocked the loop until this beat: the calls that the other thread saw, if it ran for most of that
-        time; else a stop of the process, if that used little CPU."""
+        """Return what blocked the loop until this beat, the first of these that fits:
+
+        * the calls that the other thread saw, if it saw this beat late and ran for most of that time
+        * UNSEEN, if it was not to look yet
+        * STOP, if the process used little CPU
+        * the calls, if it saw any, though late; else unknown code
+        """
         sample, what = self._sample, ""
         if sample.due_at == self._due_at:  # it saw this beat late
             what = sample.what

@@ -42,7 +42,7 @@ class CounterWindows:
     def date_back(self, name: str, count: int, age_s: float) -> None:
         """Count events, which the next sample will include, at the time when they were: ``age_s`` seconds ago.
 
-        They are added to the samples since, so windows that began later do not see an increase by them.
+        Each sample since then is raised by them: a window that begins at one of these does not show them as new.
         """
         since = self._clock() - age_s
         for kept in self._kept.values():

@@ -242,7 +242,8 @@ class Daemon:
         ends.callback(self._end_use, gpus.close, GPUS_CLOSE_S)
         page_faulter = PageFaulter()
         ends.callback(page_faulter.close)
-        lifelines_end = ends.enter_context(ExitStack())  # empty until they are made, after all that ends before them
+        # Their place in the order of the ends: they end here, but need the service, so they are made last.
+        lifelines_end = ends.enter_context(ExitStack())
         ends.callback(sockets.finish_posted)
         ends.callback(self._end_use, gpus.stop, ENGINE_CLOSE_S)
         host_engine = HostEngine(copy_work, threads_per_direction=config.copy_threads)
@@ -263,7 +264,8 @@ class Daemon:
         )
         self._policy_file = PolicyFile(cache.policy, config)
         restore(cache, pool, self._policy_file, self._state, config.limits.max_namespaces)
-        ends.callback(self._policy_file.close)  # from here on: it replaces what was restored
+        # Only now: closing it saves the policy's state, and an earlier daemon's must have been restored before.
+        ends.callback(self._policy_file.close)
         # A post sends the replies that waited for the save.
         self._state.file.on_saved = lambda: sockets.post(lambda: None)
         tiering = None

@@ -120,7 +120,7 @@ class HttpServer:
         self._hosts, self._daemon, self._loop = hosts, daemon, loop
         self._own_names = set[str]()
         self._finding = Future[set[str]]()
-        """The latest question for this machine's names."""
+        """The latest question for this machine's names. It has ended while none is asked, so from the start."""
         self._finding.set_result(self._own_names)
         self._dashboard = Path(__file__).with_name("dashboard.html").read_bytes()
         self._answers: dict[str, tuple[float, asyncio.Task[_Answer]]] = {}
@@ -172,8 +172,8 @@ class HttpServer:
         """Close a connection of the address that has the most: its oldest one without a probe's request, if it has one.
 
         Never the newest: its request may be a probe's, and not have arrived yet. So neither idle connections nor a
-        client that asks too often keep a probe from its answer: an orchestrator would restart the daemon. Closing one
-        costs little until its task has begun.
+        client that asks too often keep a probe from its answer: an orchestrator would restart the daemon. Most of a
+        flood are closed before their tasks have begun, which costs little.
         """
         for one in self._open:
             if not (one.is_probe or one.is_read):

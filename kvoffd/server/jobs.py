@@ -92,7 +92,7 @@ class GroupPart:
     block_ids: npt.NDArray[np.int32]
     """[m] engine blocks."""
     spans: list[JobSpan]
-    """Ranges of the jobs with this group, in order."""
+    """Which of the keys and block ids are whose: one for each job with this group, in order."""
     parents: bytes
     """Parents of the keys, end to end; empty if no store sent them."""
     token_ids: bytes
@@ -226,7 +226,7 @@ class StoreBatch(JobCopy):
     sole: int
     """``Submit.sole``: only stores with this number may add shards to the blocks that it begins; 0 for none."""
     tickets: Sequence[StoreTicket] = field(default=(), init=False)
-    """One for each part."""
+    """One for each part. Their lists, such as ``copy``, are numbers of the part's keys."""
     copied_bytes: list[int] = field(default_factory=list, init=False)
     """Bytes to copy for each store."""
 
@@ -240,7 +240,7 @@ class StoreBatch(JobCopy):
                 group=one.group,
                 keys=one.packed_keys,
                 first_blocks=one.first_blocks,
-                # Each job's keys are one chain, of a prompt of its own.
+                # Each job's keys are one chain, of a prompt of its own; ``before`` is the key before it there.
                 starts=[span.keys_begin for span in one.spans],
                 before={span.keys_begin: span.before for span in one.spans if span.before},
                 prompts=[span.job for span in one.spans],
@@ -292,7 +292,7 @@ class StoreBatch(JobCopy):
             lost, rejected = ticket.no_space, ticket.rejected
             if ticket.duplicates:
                 lost, rejected = (_with_repeats(part.keys, one, ticket.duplicates) for one in (lost, rejected))
-            if error is not None:  # what was to be copied is lost too; what was there before is not
+            if error is not None:  # what was to be copied is lost too; what was there before is in none of these
                 lost = sorted({*lost, *ticket.copy, *ticket.duplicates}.difference(rejected))
             if lost or rejected:
                 part.add_by_job(lost, lost_of)
@@ -375,7 +375,7 @@ class LoadJob(JobCopy):
         """End the load after its copy and return its result; ``error`` is that of the copy."""
         if self.checksums is not None:
             for check, found in zip(self.checks, self.checksums.sums, strict=True):
-                if found:
+                if found:  # else the copy ended before the slot was read
                     apply_check(cache, check, found)
         if cache.integrity.mismatches:  # else no slot was ever found corrupt
             # Another load or the scrubber may have found a block of this load corrupt since it began.
@@ -569,12 +569,12 @@ class Jobs:
         copy.transfer = Transfer(
             copy.direction,
             copy.plan,
-            copy.accepted_at + self._config.limits.job_deadline_s,
-            lambda _, end: self._host.post(lambda: self.finished(copy, end)),
-            lambda _: self.overdue(copy),
-            copy.checksums,
-            session.id,
-            copy.nbytes,
+            deadline=copy.accepted_at + self._config.limits.job_deadline_s,
+            on_done=lambda _, end: self._host.post(lambda: self.finished(copy, end)),
+            on_overdue=lambda _: self.overdue(copy),  # called by the engine's ``tick``, in this thread
+            checksums=copy.checksums,
+            session=session.id,
+            nbytes=copy.nbytes,
         )
         try:
             copy.registration.memory.engine.queues[copy.direction].submit(copy.transfer)

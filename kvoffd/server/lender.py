@@ -142,14 +142,14 @@ class PeerServer:
         places = range(0, len(wanted.others), FINGERPRINT_BYTES)
         others = [wanted.others[at : at + FINGERPRINT_BYTES] for at in places]
         generations = self._generations
-        has_followed = self._is_saved()  # until then a kill would bring the blocks back
+        may_have_followed = self._is_saved()  # until then a kill would bring back what was dropped
         if wanted.cleared_at and len(generations.voided) < MAX_VOIDED:
             generations.void_before(wanted.fingerprint, wanted.generation, wanted.cleared_at)
         elif wanted.cleared_at:
-            has_followed = False  # too many clears wait, so this one is not noted: the peer tells it again
+            may_have_followed = False  # too many clears wait, so this one is not noted: the peer tells it again
         return b"".join(
             generations.fleet(one).to_bytes(GENERATION_BYTES, "little")
-            + bytes([has_followed and one not in generations.voided])
+            + bytes([may_have_followed and one not in generations.voided])
             for one in (wanted.fingerprint, *others)
         )
 
@@ -211,8 +211,8 @@ class PeerServer:
 
     def _lendable_blocks(self, block_bytes: int) -> int:
         """Return how many blocks of this size may be lent in one more lease."""
-        # A slow source may reserve all that leases may pin, and peers would get nothing while it does. So what is
-        # reserved counts as free here: peers have their part of it for some seconds.
+        # What is reserved for promotions counts as free here: a slow source may reserve all that leases may pin, and
+        # would leave peers nothing. They pin their part of it for some seconds only.
         left = min(self._most_bytes - self.pinned_bytes, self._cache.leases.pinnable_bytes)
         # One block at a time is lent even if it is larger than the limit: it could never be read otherwise.
         return max(left // max(1, block_bytes), 0 if self._lent else 1)

@@ -112,7 +112,8 @@ class PeerPlaces:
         """Have a peer be connected that a request names. It gets an empty place, or else that of the peer that has not
         been used for longest, of those that were not named recently and are not being used.
 
-        Return its tier's name; empty if all places are taken. ``only_named``: see ``Tier``.
+        Return its tier's name; empty if all places are taken. ``only_named``: see ``Tier``; False for one that a name
+        lists now.
         """
         now, name = self._clock(), f"{PEER}{address}"
         if (place := next((place for place in self._places if place.tier.name == name), None)) is None:
@@ -121,6 +122,8 @@ class PeerPlaces:
             if place is None or not self._assign(place, address, only_named=only_named):
                 return ""
         place.since, place.tier.only_named = now, only_named
+        if not only_named:
+            place.listed_at = now
         return name
 
     def resolved(self, number: int, answer: Resolved) -> None:
@@ -161,7 +164,7 @@ class PeerPlaces:
         EXCHANGE_S."""
         taken = {other.tier.name for other in self._places}
         others = [address for name, address in self._addresses.items() if name not in taken]
-        answers = place.tier.available()
+        answers = place.tier.available()  # an empty place does not: it is filled at once
         if not others or (answers and now < self._exchange_at):
             return
         if self._assign(place, self._rng.choice(others), only_named=False):

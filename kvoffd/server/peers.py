@@ -45,7 +45,7 @@ class Peers:
         self.helper: HelperProcess | None = None
         self.server: PeerServer | None = None
         self.places: PeerPlaces | None = None
-        peers = list(map(parse_peer, config.peers))
+        peers = list(map(parse_peer, config.peers))  # each is a single node, a network, or a name that has many
         self._single = [(str(peer.host).lower(), peer.text) for peer in peers if peer.is_one]
         """Host and address of each peer that is a single node."""
         self.networks = {peer.text: (peer.host, peer.port) for peer in peers if not isinstance(peer.host, str)}

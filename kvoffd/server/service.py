@@ -158,9 +158,9 @@ class Service:
         """Routes and frames to send."""
         self._totals_due = clock() + config.limits.totals_every_s
         self._partial_warned: WeakSet[Namespace] = WeakSet()
-        # Made before the parts that they ask: the state before the cache, the cache before the curve.
-        state.generations.known = cache.namespaces
-        cache.prompts.curve = self.curve
+        # Connected here, since each is made before what it asks.
+        state.generations.known = cache.namespaces  # whose entries stay, however many resets there are
+        cache.prompts.curve = self.curve  # which counts each prompt
         self._lru_fallback = LruFallback(self.curve, cache.policy) if isinstance(cache.policy, Learned) else None
 
     # --- called by the sockets ---------------------------------------------------------------------
@@ -218,7 +218,7 @@ class Service:
     def outgoing(self) -> tuple[list[Frames], list[tuple[bytes, bytes]]]:
         """Return publications, and replies by route. Send publications first: a reply may refer to a completion."""
         while self._questions.lines and (question := self._questions.take()) is not None:
-            self._settle(question)
+            self._settle(question)  # at once: a question never waits for its reply, only for its turn
         if self.pending:
             self.pending = [pending for pending in self.pending if not self._settle(pending)]
         if self.jobs.with_results:

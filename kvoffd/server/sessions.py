@@ -95,7 +95,7 @@ class SessionTable:
         """Random number of this daemon process, so that its clients do not take a successor's results for theirs."""
         self._sessions_with_memory = 0
         self.credit_bytes = self._credit_among(1)
-        """Bytes of stores that each of them may have outstanding: an equal part of the credit of all."""
+        """Bytes of stores that each session with memory may have outstanding: an equal part of the credit of all."""
         self.endings: Counter[str] = Counter()
         """Ended sessions by ``Ending``: engines', and those of clients that misbehaved before their Hello."""
         self.stopping = False
@@ -152,7 +152,7 @@ class SessionTable:
                 ErrorCode.BAD_VERSION,
             )
         self._set_role(session, message.role, printable(message.name), printable(message.software))
-        limits = filled(Limits, self._config.limits)  # all fields: ServerLimits
+        limits = filled(Limits, self._config.limits)  # all fields, which ServerLimits has too
         credit = 0
         if message.role is not Role.ADMIN:
             # What it will have once it has registered its memory.

@@ -201,7 +201,8 @@ class Sockets:
                 more = service.background() or more
                 if service.waiting or service.events.pending:
                     self._follow_up(replied := self.flush())
-                    # Sending may have consumed the edge of a request that came; the loop above looks again by itself.
+                    # Sending may have consumed the edge of a request that came since ``_receive`` last looked: the next
+                    # turn looks again.
                     more = more or replied
             except Exception:  # the loop must survive it; the next tick takes another turn
                 logger.exception("A turn of the message loop failed.")
@@ -278,7 +279,8 @@ class Sockets:
         if service.urgent or not replied:
             service.after_send()
         elif not self._serve_scheduled:
-            # On few cores it would delay libzmq's thread, which sends. ``serve`` comes back here without replies.
+            # On few cores it would delay libzmq's thread, which sends. ``serve`` comes back here, by ``_turn``, mostly
+            # with nothing to send, and does it then.
             self._serve_scheduled = True
             self._loop.call_later(AFTER_REPLY_S, self.serve)
 

@@ -263,7 +263,7 @@ class TierSupervisor:
         Here they are void at once: from a store or peer that cannot be reached nothing is taken until it has followed.
         """
         generation, cleared_at = self._generations.next_of_all(fingerprint), self._generations.now()
-        self._generations.hear(fingerprint, generation)
+        self._generations.hear(fingerprint, generation)  # which voids them here
         raises = {
             tier.name: tier.clears.raise_generation(fingerprint, generation, cleared_at) for tier in self._always_asked
         }

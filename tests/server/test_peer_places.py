@@ -218,6 +218,18 @@ def test_a_request_may_name_a_node_behind_a_name_or_of_a_network() -> None:
     assert len(rig.connected) == PEER_PLACES
 
 
+def test_a_node_that_a_request_names_stays_when_the_next_answer_about_its_name_lacks_it() -> None:
+    """It went at once: of its place only the time was known when an earlier peer was behind a name."""
+    rig, (named, other) = Rig(), nodes(2)
+    rig.places.resolved(0, Resolved([named]))
+    assert rig.places.give(named, only_named=False)
+    rig.resolve([other])
+    assert rig.connected == {named, other}
+    rig.clock.now += EXCHANGE_S
+    rig.resolve([other])
+    assert rig.connected == {other}, "it was not listed for long"
+
+
 def test_a_named_node_gets_the_place_of_the_one_that_had_blocks_longest_ago() -> None:
     """It was that of the one that had come first, though all but the last had blocks until now."""
     rig = Rig()
