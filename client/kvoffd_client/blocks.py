@@ -160,8 +160,9 @@ class BlockClient(Closing):
                 f"The kvoffd daemon in {self._admin.directory} has no namespace with the {wanted}. It has: {listed}. "
                 "An engine must have opened the namespace since the daemon's start."
             )
-        # The second raises if several have the name.
-        return namespace if isinstance(namespace, bytes) else find_namespace_info(found, namespace).namespace
+        if isinstance(namespace, bytes):
+            return namespace
+        return find_namespace_info(found, namespace).namespace  # raises if several match
 
     def _registration(self, rank: int) -> Registration:
         """Allocate memory for one block of each group and lay it out as the daemon's slots are, layer after layer."""
@@ -242,18 +243,18 @@ class BlockClient(Closing):
             except BaseException:  # the shards of some ranks may be there
                 self._scheduler.invalidate([GroupKeys(group, key)])
                 raise
-            # Nothing was copied if the daemon has the block by now, or another client is storing it.
             has_copied = any(result.bytes for result in results)
             found = self._find(key, group)
             if self._is_there(key, found, sums):
-                return has_copied
+                return has_copied  # if nothing was copied, another client has stored it since
             if has_copied:  # the shards of some ranks
                 self._scheduler.invalidate([GroupKeys(group, key)])
                 break
-            was_accepted = all(result.ok and not result.rejected for result in results)
-            if not was_accepted or time.monotonic() >= deadline:
+            # The daemon accepts a block that another client is storing, and copies nothing.
+            is_being_stored = all(result.ok and not result.rejected for result in results)
+            if not is_being_stored or time.monotonic() >= deadline:
                 break
-            time.sleep(STORE_PAUSE_S)  # until another store of the key ends or is dropped
+            time.sleep(STORE_PAUSE_S)  # until that store ends or is dropped
         # What the last attempt found is the reason.
         raise KvoffdClientError(f"The block {key.hex()} was not stored. {_why_not_stored(found, results)}")
 
@@ -429,13 +430,13 @@ class BlockClient(Closing):
     def _copy(self, key: bytes, group: int, ranks: Sequence[int], lease_id: int | None = None) -> list[JobResult]:
         """Store a block from the memory of these ranks, or load it there; return each rank's result."""
         job_id, results = next(self._job_ids), list[JobResult]()
-        sole = secrets.randbelow(MAX_SOLE) + 1  # of all ranks of this store: see WorkerClient.submit
+        sole = secrets.randbelow(MAX_SOLE) + 1  # the same for all ranks: the block gets no shard of another store
         workers = [self._workers[rank] for rank in ranks]
         deadline = time.monotonic() + self._timeout_s
         try:
             for rank, worker in zip(ranks, workers, strict=True):
                 transfer = GroupTransfer.of([key], range(self._layouts[rank][group].blocks_per_key), group)
-                # Not every rank loads, which would end the lease: _leased releases it.
+                # ``_leased`` releases the lease. Without ``keep_lease`` the daemon ends it once all ranks have loaded.
                 worker.submit([Job(job_id, [transfer], lease_id, keep_lease=lease_id is not None)], sole)
             for worker in workers:
                 found: list[JobResult] = []

@@ -76,9 +76,10 @@ def _make_resident(mapping: mmap.mmap, size_bytes: int) -> None:
     try:
         mapping.madvise(MADV_POPULATE_WRITE)
     except OSError as error:
-        if error.errno != errno.EINVAL:
+        # Linux before 5.14, and seccomp filters, as the daemon's pool meets them.
+        if error.errno not in (errno.EINVAL, errno.EPERM, errno.ENOSYS):
             raise
-        np.frombuffer(mapping, dtype=np.uint8)[:size_bytes:PAGE_BYTES] = 0  # Linux before 5.14
+        np.frombuffer(mapping, dtype=np.uint8)[:size_bytes:PAGE_BYTES] = 0
 
 
 Memory: TypeAlias = SharedMemory | tuple[int, int] | GpuSegment

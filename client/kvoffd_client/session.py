@@ -415,10 +415,11 @@ class Session(Closing):
                 callback(RequestTimeout("The kvoffd daemon did not answer in time; try again later."), now)
                 self._transport.notify()
         self._next_expiry = min((deadline for deadline, _ in self._pending.values()), default=NEVER)
-        is_owed = self._owed_since < NEVER and not self._pending  # the last Hello could not be sent: see below
-        if (late or is_owed) and self._phase is Phase.OPEN:
+        # If nothing is late, the Hello of an earlier call could not be sent (see below), and this is another attempt.
+        must_ask = bool(late) or (self._owed_since < NEVER and not self._pending)
+        if must_ask and self._phase is Phase.OPEN:
             self._send(self._hello(), now, lambda *_: None)
-            if not self._pending:  # the socket's queue is full: come here again
+            if not self._pending:  # the socket's queue is full
                 self._next_expiry = now + self._options.request_timeout_s
 
     # --- connecting ------------------------------------------------------------------------------

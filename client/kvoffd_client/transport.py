@@ -28,7 +28,7 @@ log = logging.getLogger("kvoffd_client")
 MESSAGES_PER_ROUND = 64
 """Messages read from each socket before the lock is released."""
 MAX_SLEEP_S = 3600.0
-"""``poll`` takes no infinite time."""
+"""``poll`` takes no infinite time: a longer sleep is several of these."""
 CLOSE_S = 0.8
 """Time that close() waits for the thread."""
 ERROR_PAUSE_S = 0.05
@@ -136,12 +136,13 @@ class SocketTransport:
                 with self.lock:
                     # Also before the first sleep: if this thread has computed since it sent the request, the
                     # transport's thread may still be waiting for the GIL to read the reply.
-                    self._reader_fd, unread = wake_fd, True
+                    self._reader_fd = wake_fd
+                    unread = True  # stays so if an exception such as KeyboardInterrupt ends _receive
                     try:
                         unread = self._receive()
                     finally:
                         self._reader_fd = None
-                        if unread:  # also if an exception such as KeyboardInterrupt ended _receive
+                        if unread:
                             self._wake_thread()
                     now = time.monotonic()
                     if (done := ready()) or self._closed or now >= deadline:
@@ -153,6 +154,7 @@ class SocketTransport:
                             wake_fd, poller = self._new_waker()
                         self._waiting_fds.append(wake_fd)
                         self._messages_for_thread.modify(self._messages.fileno(), 0)  # this thread reads messages
+                # Messages that are left give no signal: do not sleep, only read the eventfd.
                 woken_by = poller.poll(0) if unread else self._poll(poller, deadline)
                 if (wake_fd, select.POLLIN) in woken_by:
                     os.eventfd_read(wake_fd)
@@ -195,7 +197,7 @@ class SocketTransport:
             began, now = now, time.monotonic()
             if now - began > LONG_YIELD_S:
                 self._busy_wait_from = now + NO_BUSY_WAIT_S
-        return poller.poll(max(0.0, deadline - now) * 1000)
+        return poller.poll(min(max(0.0, deadline - now), MAX_SLEEP_S) * 1000)
 
     def _wake_thread(self) -> None:
         if self._sleeping_until:
@@ -375,7 +377,7 @@ class SocketTransport:
     def _work(self, woken_by: Sequence[int] | None = None) -> tuple[select.poll, float]:
         """Do what is due, with the lock held; return the poll for the next sleep, and its maximal length.
 
-        ``woken_by``: descriptors that ended the last sleep; None if this is not called after each sleep.
+        ``woken_by``: descriptors that ended the sleep before this call; None: any may be readable.
         """
         self._sleeping_until, self._reader_fd = 0.0, NO_WAKE_FD
         # Completions before EOF: those that arrived before the daemon died count.

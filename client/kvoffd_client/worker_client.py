@@ -184,9 +184,12 @@ def _empty_job_bytes(namespace: NamespaceSpec) -> int:
 def _slice(
     one: GroupTransfer, begin: int, end: int, key_bytes: int, blocks_per_key: int, *, is_store: bool
 ) -> GroupTransfer:
-    """Return keys ``begin`` to ``end`` of a transfer with their blocks; the last key gets all remaining blocks."""
+    """Return keys ``begin`` to ``end`` of a transfer with their blocks; the last key gets all remaining blocks.
+
+    The key before those of a store, ``before``, is the last of the slice before.
+    """
     count = len(one.keys) // key_bytes
-    # Key 0 lacks its first ``first_block`` blocks.
+    # ``block_ids`` begins with block ``first_block`` of key 0, so each later key begins this much earlier in it.
     start, stop = (max(0, key * blocks_per_key - one.first_block) * m.BLOCK_ID_BYTES for key in (begin, end))
     keys, tokens = slice(begin * key_bytes, end * key_bytes), len(one.tokens) // count
     return GroupTransfer(
@@ -351,7 +354,8 @@ class WorkerClient(Session):
 
         They are sent in one message if they fit. Jobs that are too large for a message are split.
 
-        ``sole``: a number that the stores of all ranks have and no others: a block has shards of these alone, or none.
+        ``sole``: if not 0, only stores with this number add shards to the blocks that these begin. All ranks give the
+        same number for one store, and no other store has it.
 
         Raises:
             ValueError: a job of the same id is unfinished, or a field of a job has a wrong type, length or value. No
@@ -444,7 +448,7 @@ class WorkerClient(Session):
         with self._transport.lock:
             asked_at = self._transport.now()
             self._unregister(outcome, asked_at, timeout_s)
-            self._ask_for_results(asked_at)
+            self._ask_for_results(asked_at)  # answered at once, even while copies delay the answer to Unregister
         if not self._wait_unless_silent(lambda: bool(outcome), asked_at, RELEASE_SILENCE_S, timeout_s):
             with self._transport.lock:
                 if not outcome:
@@ -454,11 +458,14 @@ class WorkerClient(Session):
     def _wait_unless_silent(
         self, ready: Callable[[], bool], asked_at: float, silence_s: float, timeout_s: float
     ) -> bool:
-        """Wait until ``ready()``; False after ``timeout_s``, or ``silence_s`` if no reply came since ``asked_at``."""
+        """Wait until ``ready()``; False after ``timeout_s``, or ``silence_s`` if no reply came since ``asked_at``.
+
+        ``asked_at``: time of a request that the daemon answers at once.
+        """
         silence_s = min(silence_s, timeout_s)
         if self._transport.wait(ready, silence_s):
             return True
-        # The request set it to ``asked_at`` at most, each reply to a later time, or to NEVER.
+        # The request left ``asked_at`` in it, or an earlier time; a reply sets it to a later time, or to NEVER.
         has_replied = self._owed_since > asked_at
         return has_replied and self._transport.wait(ready, timeout_s - silence_s)
 
@@ -547,7 +554,8 @@ class WorkerClient(Session):
         if self._phase is not Phase.OPEN:
             if self._phase in CONNECTED:
                 self.disconnect(self._problem, now)
-            outcome.append(not self._jobs and self._phase is not Phase.DRAINING)
+            # IDLE: if jobs were running when the connection ended, it was drained. ``close`` does not wait for that.
+            outcome.append(self._phase is Phase.IDLE)
             return
 
         def on_answer(reply: ReplyOrError, reply_now: float) -> None:
@@ -680,13 +688,15 @@ class WorkerClient(Session):
         self._fail_sent(ended, ErrorCode.SESSION_ENDED)
 
     def _must_drain(self) -> bool:
-        # Stores fail at once, but unregister() must know when the last one has ended in the daemon.
+        # For stores too, which fail at once: unregister() may not say that the memory is free while they are copied.
         return bool(self._jobs)
 
     def _role_tick(self, now: float) -> None:
         has_no_load = all(sent.job.is_store for sent in self._sent.values())
         if has_no_load and not self._responsive and self._phase is Phase.OPEN:
-            self._abandon_stores(self._jobs, now)  # an engine that pauses waits until no store runs
+            # An engine that pauses waits until no store runs. With a load, which waits for the daemon in any case, the
+            # session stays.
+            self._abandon_stores(self._jobs, now)
         if now < self._role_due:
             return
         if not self._jobs:

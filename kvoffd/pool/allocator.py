@@ -50,8 +50,8 @@ def default_region_bytes(pool_bytes: int) -> int:
     """Return a 64th of the pool, at most 256 MiB and at least 4 MiB (in pools below 48 MiB: a 12th, rounded down to a
     power of two).
 
-    Small, because each slot size may occupy a region with a single slot. With ``n`` slot sizes, blocks may be evicted
-    although the others have almost ``n - 1`` regions free: ``n - 1`` twelfths of the smallest pool.
+    Small, because each slot size may occupy a region with a single slot. With ``n`` slot sizes, blocks of one may be
+    evicted while ``n - 1`` regions of the others are almost free: ``n - 1`` twelfths of the smallest pool.
     """
     twelfth = pool_bytes // _MIN_REGIONS
     least = min(_MIN_REGION_BYTES, 1 << (twelfth.bit_length() - 1))
@@ -60,7 +60,7 @@ def default_region_bytes(pool_bytes: int) -> int:
 
 
 def pool_bytes_for(slot_bytes: int) -> int:
-    """Return a pool size whose regions hold a slot of this size."""
+    """Return a pool size at which ``default_region_bytes`` is enough for a slot of this size."""
     if slot_bytes > _MIN_REGION_BYTES:
         return _REGIONS * slot_bytes
     return _MIN_REGIONS << (slot_bytes - 1).bit_length()

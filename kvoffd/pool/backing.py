@@ -68,7 +68,7 @@ class NewBacking:
         self._take_reserved = partial(
             PoolMemory.take_reserved, name=POOL_NAME, on_progress=on_progress, should_stop=should_stop
         )
-        self._takes_reserved = takes_reserved
+        self._may_use_reserved = takes_reserved
 
     def limit(self, pool_bytes: int) -> MemoryLimit:
         return _RESERVED_LIMIT if self._fits_reserved(pool_bytes) else memory_limit()
@@ -87,7 +87,7 @@ class NewBacking:
         return _make_new(geometry, create, take_reserved)
 
     def _fits_reserved(self, pool_bytes: int) -> bool:
-        return self._takes_reserved and fits_reserved(pool_bytes)
+        return self._may_use_reserved and fits_reserved(pool_bytes)
 
 
 class MemfdBacking:
@@ -112,14 +112,14 @@ class MemfdBacking:
         self._take_reserved = partial(
             PoolMemory.take_reserved, name=POOL_NAME, on_progress=on_progress, should_stop=should_stop
         )
-        self._takes_reserved = takes_reserved
+        self._may_use_reserved = takes_reserved
 
     def limit(self, pool_bytes: int) -> MemoryLimit:
         """Return the memory available for a pool and its table, including what they hold already in either kind of
         memory."""
         reserved_bytes = self._held_bytes(reserved=True)
         is_reserved = reserved_bytes >= pool_bytes  # an earlier daemon's, which is reused whatever the setting is now
-        if is_reserved or (self._takes_reserved and fits_reserved(pool_bytes, reserved_bytes)):
+        if is_reserved or (self._may_use_reserved and fits_reserved(pool_bytes, freed_bytes=reserved_bytes)):
             return _RESERVED_LIMIT
         limit = memory_limit()
         return MemoryLimit(limit.bytes + self._held_bytes(reserved=False), limit.source)
@@ -142,7 +142,7 @@ class MemfdBacking:
     def make(self, geometry: TableGeometry, segments: Sequence[PoolSegment]) -> Memories:
         """Make new memory, as ``NewBacking`` does, after freeing an earlier daemon's. Raises PoolTooLarge."""
         size_bytes = geometry.pool_bytes
-        in_reserved = self._takes_reserved and fits_reserved(size_bytes, self._held_bytes(reserved=True))
+        in_reserved = self._may_use_reserved and fits_reserved(size_bytes, freed_bytes=self._held_bytes(reserved=True))
         if not in_reserved:
             # ``limit`` may have counted reserved pages alone: those of an earlier daemon, whose pool turned out to be
             # unusable, or free ones that another process has taken since.
@@ -241,6 +241,8 @@ class FileBacking:
         try:
             if self._fd >= 0:
                 if not self._huge:
+                    # ``limit`` counted all that the old file holds, as for one that is reused. Once that is freed, this
+                    # cgroup gets back only what it was charged for.
                     check_fits(size, memory_limit(freed_bytes=held_bytes(os.fstat(self._fd))))
                 os.unlink(self._path.name, dir_fd=self._directory_fd)
                 os.close(self._fd)
@@ -257,7 +259,8 @@ class FileBacking:
         assert locked, "nobody else can know a file without a name"
         parts = [PoolSegment(0, table_bytes, NOWHERE)]
         parts += [PoolSegment(table_bytes + one.begin, table_bytes + one.end, one.locality) for one in segments]
-        parts.append(PoolSegment(parts[-1].end, size, NOWHERE))  # the pool without segments, else what rounds it up
+        # The rest: what rounds the pool up, or the whole pool if there are no segments.
+        parts.append(PoolSegment(parts[-1].end, size, NOWHERE))
         self._allocate(size, parts)
         return self._map(geometry)
 

@@ -46,7 +46,7 @@ SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 SAMPLE_BYTES, SAMPLE_PIECES = 32 << 20, 8
 """Memory that ``slowdown`` reads, and the number of places over which it lies."""
 SPARE_SAMPLES = 8
-"""Memory that must be available before ``slowdown`` takes that of two samples, in samples."""
+"""``slowdown`` measures only if memory for this many samples is available; it takes that of two."""
 SAMPLE_ROUNDS = 3
 
 

@@ -47,8 +47,6 @@ HEADER = Struct("=8sII16sQQQ")
 CRC = Struct("=I")
 RECORD_BYTES = 128
 MAX_KEY_BYTES = 64
-MAX_SEQUENCE = 2**62 - 1
-"""Largest sequence that recovery accepts: later ones must remain."""
 READY_RECORD = int.from_bytes(b"kvREADY!", "little")
 """State of a record whose slot is complete; one flipped bit in another state cannot produce it."""
 FREE_RECORD = 0
@@ -71,10 +69,12 @@ RECORD = np.dtype(
 """``namespace``: its number. ``first_block``: engine blocks left out at the start of the key. ``length``: bytes of the
 shard. ``checksum``: their ``checksums.digest``, 0 if none was computed. ``crc``: CRC-32 of the bytes from
 ``sequence`` to ``checksum``. ``before``: slot of rank 0 of the block before this one in its prompt; ``before_key``: the
-first bytes of its key; both are valid only if ``before_sum`` is the sum of both and ``sequence``. Only rank 0's records
-name a block before, and earlier releases ignore it."""
+first bytes of its key; both are valid only if ``before_sum`` is what the function of that name in ``cache/blocks.h``
+returns for both and ``sequence``. Only rank 0's records name a block before, and earlier releases ignore it."""
 _MAX_NAMESPACE_BYTES = 4 << 20
 _SNAPSHOT = Struct("=QII")  # number of the snapshot; length and CRC-32 of its content
+_MAX_SNAPSHOT = 2**62 - 1
+"""Numbers of snapshots are accepted below this: later ones must remain."""
 _MAX_UNPACKED_BYTES = 64 << 20
 _ZLIB_HEAD, _LAST_PIECE = b"\x78\x01", b"\x03\x00"
 """Beginning of a zlib stream, and an empty last block of deflate."""
@@ -226,7 +226,7 @@ class SlotTable:
             begin = self._halves_at + half * half_bytes
             number, length, crc = _SNAPSHOT.unpack_from(self._bytes, begin)
             content = bytes(self._bytes[begin + _SNAPSHOT.size : begin + min(half_bytes, _SNAPSHOT.size + length)])
-            is_of_half = number % 2 == half and number < MAX_SEQUENCE
+            is_of_half = number % 2 == half and number < _MAX_SNAPSHOT
             if number <= self._snapshot or not is_of_half or crc != zlib.crc32(content, number):
                 continue
             try:

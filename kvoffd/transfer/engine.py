@@ -2,8 +2,9 @@
 
 A copy is one call of C without the GIL. It ends when all is copied or the transfer's stop flag is set. Loads and stores
 have their own threads, so that no load waits for a store. Sessions share a queue by bytes: the next transfer is the
-oldest of the session that has copied the least while others waited. A copy that has begun is not interrupted for that:
-so a job waits for no more than the copies that run, each of ``max_keys_per_submit`` keys at most, and its equal part.
+oldest of the session that has copied the least while others waited. A copy that has begun is not interrupted for that.
+So a session waits at most for the copies that run, each of ``max_keys_per_submit`` keys at most, and then gets an equal
+part of what is copied.
 
 A transfer ends (``on_done``) only when nothing touches its memory any more. If a GPU hangs that may be never. Then
 ``tick`` calls ``on_overdue``: the owner may answer a store, since slots are not read before they are committed, but not

@@ -420,6 +420,15 @@ def test_wrong_lengths_and_an_id_in_use_are_errors_of_the_caller(fake: FakeDaemo
         worker.load(1, 2**32, TRANSFER)
 
 
+def test_a_wait_may_have_no_end(fake: FakeDaemon, worker: WorkerClient) -> None:
+    fake.hold_jobs = True
+    worker.store(1, TRANSFER)
+    timer = threading.Timer(0.1, fake.finish, [1])
+    timer.start()
+    assert [result.job_id for result in worker.wait_results(float("inf"))] == [1]
+    timer.join(5)
+
+
 def fence_in_thread(worker: WorkerClient, job_ids: list[int]) -> threading.Thread:
     thread = threading.Thread(target=worker.fence, args=(job_ids, 0.1))
     thread.start()

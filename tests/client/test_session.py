@@ -592,6 +592,13 @@ def test_unregister_waits_for_abandoned_stores(worker: WorkerClient, link: Paper
     assert outcome == [False, True]
 
 
+def test_a_closed_client_does_not_say_that_the_memory_is_free(worker: WorkerClient, link: PaperLink) -> None:
+    """Closing it waits for no copy."""
+    submit(worker, link, 0.0, Job(1, TRANSFER, 1 << 32))
+    worker.close()
+    assert not worker.unregister(1.0)
+
+
 def test_loads_end_with_a_daemon_that_dies_while_it_is_asked_for_the_memory(
     worker: WorkerClient, link: PaperLink
 ) -> None:

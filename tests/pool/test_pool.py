@@ -195,7 +195,7 @@ def test_reserved_huge_pages_that_are_gone_leave_other_memory(
 ) -> None:
     """Another process took them after the pool's size was checked."""
     answers = iter((True, False))
-    monkeypatch.setattr(backing_module, "fits_reserved", lambda *_: next(answers))
+    monkeypatch.setattr(backing_module, "fits_reserved", lambda *_, **__: next(answers))
     monkeypatch.setattr(backing_module, "memory_limit", lambda freed_bytes=0: MemoryLimit(1000, "other memory"))
     with pytest.raises(PoolTooLarge, match="other memory"):
         Pool(16 * MIB, backing=backing())

@@ -347,7 +347,7 @@ def test_memory_that_systemd_kept_is_free_before_new_is_made(monkeypatch: pytest
 def test_reserved_huge_pages_are_not_looked_for_if_that_is_off(
     fd_store: FdStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(backing, "fits_reserved", lambda *_: pytest.fail("it was"))
+    monkeypatch.setattr(backing, "fits_reserved", lambda *_, **__: pytest.fail("it was"))
     notifier: Any = SimpleNamespace(fd_store=fd_store, store_fd=lambda *_: None)
     progress = pool_opening.StartProgress(1 << 20, notifier)
     config = Config(pool_bytes=1 << 20, reserved_pages="off")

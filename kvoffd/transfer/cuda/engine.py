@@ -36,9 +36,9 @@ STEP_BYTES = 8 << 20
 # Small: a copy starts when its call returns, so batches overlap with their predecessors. Drivers have crashed on
 # batches of tens of thousands (vllm-project/vllm#49276).
 STEP_PIECES = 512
-# Smaller pieces are copied as rows, if there are at least MIN_ROWS. The driver makes other copies of such pieces to
-# the GPU with its multiprocessors: then an engine's steps take a third longer, and a load ten times (H200, driver 580).
-# From the GPU rows are faster than a batch if they have 128 KiB together.
+# Smaller pieces are copied as rows, if there are at least MIN_ROWS. To the GPU: the driver makes any other copy of such
+# pieces with the multiprocessors, which the engine's kernels need: its steps then take a third longer, and the load ten
+# times as long (H200, driver 580). From the GPU: rows are faster than a batch if they have 128 KiB together.
 ROWS_BYTES = {Direction.LOAD: 32 << 10, Direction.STORE: 16 << 10}
 MIN_ROWS = {Direction.LOAD: 1, Direction.STORE: 32}
 _UNBOUNDED_S = 1e9

@@ -110,11 +110,10 @@ class PinnedPool:
     def progress(self) -> PinProgress:
         """Current progress. After the last release it shows the pinned bytes until all are unpinned."""
         with self._change:
-            pinned, refused = self._pinned_bytes, self._refused_bytes
-            if not self._keeps_pinned:
-                refused = 0
-                if self._users:
-                    pinned = 0  # still pinned for earlier GPUs, not for these
+            if self._keeps_pinned:
+                pinned, refused = self._pinned_bytes, self._refused_bytes
+            else:  # to GPUs that came after the last release, what is still pinned will not remain
+                pinned, refused = 0 if self._users else self._pinned_bytes, 0
             gpu_bytes = self._gpu_bytes if pinned else 0
         return PinProgress(min(pinned, self._size_bytes), min(refused, self._size_bytes), gpu_bytes)
 
@@ -159,7 +158,7 @@ class PinnedPool:
                 _log.warning("The GPU context to pin the pool could not be created or released: %s", error.message)
                 with self._change:
                     self._refused_bytes = self._size_bytes
-                self._wait_for_unpin()
+                self._wait_for_unpin()  # no new attempt, and ``problem`` says so, until the last GPU leaves
             with self._change:
                 self._pinned_bytes = 0
 
