@@ -134,6 +134,8 @@ def _limit_of_new_pool(config: Config) -> MemoryLimit | None:
         is_reserved = config.reserved_pages == "auto" and fits_reserved(config.pool_bytes)
         return None if is_reserved else memory_limit()
     path = Path(config.pool_file)
+    if path.parent in (config.directory, *config.directory.parents) and not os.path.lexists(path.parent):
+        return memory_limit()  # the start makes it
     directory_fd = open_pool_directory(path)
     try:
         if lies_on_hugetlbfs(directory_fd, path):

@@ -240,6 +240,13 @@ def refused(pool_file: Path, directory: Path, pool_size: str = "32MiB") -> str:
     return refusal_to_serve("--directory", str(directory), "--pool-size", pool_size, "--pool-file", str(pool_file))
 
 
+def test_pool_file_may_lie_in_a_directory_that_the_start_makes(pool_file: Path) -> None:
+    directory = pool_file.parent / "made"
+    flags = "--directory", str(directory), "--pool-file", str(directory / "pool"), "--pool-size", "8MiB"
+    checked = run_daemon_here("config", *flags, "--http-address", "")
+    assert (checked.returncode, checked.stderr) == (0, "")
+
+
 def test_pool_file_belongs_to_one_daemon(in_file: DaemonProcess, pool_file: Path, tmp_path: Path) -> None:
     """It is private, takes its memory at once, and neither a second daemon nor a link gets it."""
     truth = store(in_file)

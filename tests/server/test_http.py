@@ -246,6 +246,7 @@ def test_a_host_that_may_be_this_machines_is_refused_while_no_thread_can_ask(
 
     daemon = FailingDaemon()
     daemon.mended = True
+    monkeypatch.setattr(http, "NAMES_S", 60.0)
     monkeypatch.setattr(socket, "getfqdn", lambda: "node.example")
     with serving(daemon, hangs=False) as port:
         for answer in (b"HTTP/1.1 403 Forbidden", b"HTTP/1.1 200 OK"):

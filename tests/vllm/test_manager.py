@@ -596,6 +596,26 @@ def test_only_what_comes_from_allowed_tiers_is_worth_a_wait(tiers: frozenset[int
         harness.clock.now += 0.3
 
 
+def test_a_prompt_whose_answer_has_come_is_not_timed_by_all_before_it(
+    harness: ManagerHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That sums up all unfinished requests, in each step."""
+    harness.new()
+    harness.scan()
+    assert harness.waits["r"]
+    timed = list[str]()
+
+    def seconds(request_id: str, tokens: int) -> float:
+        timed.append(request_id)
+        return 1.0
+
+    monkeypatch.setattr(harness.manager.times, "seconds", seconds)
+    harness.client.answer(HASHES)
+    harness.scan()
+    assert not harness.waits["r"]
+    assert not timed
+
+
 def test_a_slow_tier_that_is_excluded_does_not_delay_the_next_lookup(harness: ManagerHarness) -> None:
     harness.new()
     harness.manager.requests["r"].tiers = COMING - {SHARED}

@@ -198,10 +198,11 @@ class PromptWaits:
             # A new answer is judged before the next lookup is sent: no wait for a tier ends while one is in flight, and
             # where steps are long one always would be. An older answer is not: the next may show that all has come.
             self._judge_tier_wait(state)
-        since, may_wait = wait.lookup.since, True
-        if state.answer is not None and since is not None:  # then the last answer counts when its time is over
-            may_wait = self._engine_clock.read() < since + self._allowed_s(state, state.request.num_tokens - own_tokens)
-        if self._lookups.is_due(state, may_wait=may_wait) and not self._look_up_in_turn(state, own_tokens):
+        is_due, since = self._lookups.is_due(state), wait.lookup.since
+        if is_due and state.answer is not None and since is not None:  # the last answer counts when its time is over
+            allowed_s = self._allowed_s(state, state.request.num_tokens - own_tokens)  # only now: it sums up requests
+            is_due = self._lookups.is_due(state, may_wait=self._engine_clock.read() < since + allowed_s)
+        if is_due and not self._look_up_in_turn(state, own_tokens):
             return False
         if (lookup := state.in_flight) is not None:
             if not lookup.future.done:
