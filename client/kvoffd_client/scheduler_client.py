@@ -6,6 +6,7 @@ import functools
 import os
 import random
 import sys
+import threading
 from collections import deque
 from collections.abc import Iterable, Sequence
 from itertools import islice
@@ -102,7 +103,8 @@ class LookupFuture(Struct, eq=False):
 class StoredKeys:
     """The keys that were stored most recently, by any engine: which answers to lookups may be outdated.
 
-    One thread changes it at a time, with the client's lock; others read it without. So ``count`` is raised last.
+    One thread changes it at a time, while others may read ``count``, ``forgotten`` and single keys. So ``count`` is
+    raised last.
 
     Attributes:
         count: how many keys were stored so far, and so the number of the last one.
@@ -112,29 +114,32 @@ class StoredKeys:
 
     def __init__(self) -> None:
         self.count = self.forgotten = 0
+        self._lock = threading.Lock()
         self._numbers: dict[bytes, int] = {}
         """Number of each remembered key when it was stored last, oldest first."""
 
     def add(self, keys: Iterable[bytes]) -> None:
         """Record that keys were stored."""
-        for key in keys:
-            self._numbers.pop(key, None)
-            self._numbers[key] = self.count + 1
-            self.count += 1
-        while len(self._numbers) > MAX_STORED_KEYS:
-            oldest = next(iter(self._numbers))
-            self.forgotten = self._numbers.pop(oldest)
+        with self._lock:
+            for key in keys:
+                self._numbers.pop(key, None)
+                self._numbers[key] = self.count + 1
+                self.count += 1
+            while len(self._numbers) > MAX_STORED_KEYS:
+                oldest = next(iter(self._numbers))
+                self.forgotten = self._numbers.pop(oldest)
 
     def forget(self) -> None:
         """Forget all keys, because some may have been missed, which count as one."""
-        self._numbers.clear()
-        self.forgotten = self.count + 1
-        self.count += 1
+        with self._lock:
+            self._numbers.clear()
+            self.forgotten = self.count + 1
+            self.count += 1
 
     def since(self, count: int) -> list[bytes]:
         """Return at least the remembered keys that were stored after ``count`` was this, the newest first."""
-        # Within one call of C, so that no other thread changes the dict.
-        return list(islice(reversed(self._numbers), max(0, self.count - count)))
+        with self._lock:
+            return list(islice(reversed(self._numbers), max(0, self.count - count)))
 
     def was_stored(self, key: bytes, since: int) -> bool:
         """Return whether a key was stored after ``count`` was ``since``, if that is remembered."""
@@ -144,7 +149,8 @@ class StoredKeys:
 class SchedulerClient(Session):
     """Asks one daemon which blocks of one namespace are ready. While it is not connected every lookup is a miss.
 
-    It connects, and reconnects, in the background.
+    It connects, and reconnects, in the background. While its session is open but the daemon does not answer, it is not
+    ``ready``: lookups fail, but what the daemon may as well read later is sent.
 
     Args:
         directory: where the daemon's sockets are.
@@ -291,7 +297,7 @@ class SchedulerClient(Session):
                 return False
             for _, keys in self._split(groups, m.MAX_HINT_KEYS):
                 hint = m.Hint(m.NO_REPLY, self._fingerprint, action, list(keys), priority, ttl_s, giver)
-                if self._send(hint) is not None:
+                if self._send(hint) is not None:  # it could not be sent
                     return False
             return True
 
@@ -342,7 +348,7 @@ class SchedulerClient(Session):
             self._reports.append((self.epoch, report))
             if len(self._reports) % m.MAX_PROMPT_REPORTS == 0:
                 self._send_reports()
-            self._role_due = min(self._role_due, self._transport.now() + REPORT_PAUSE_S)
+            self._role_due = min(self._role_due, self._transport.now() + REPORT_PAUSE_S)  # then _role_tick sends it
             self._transport.notify()
 
     def reset(self, timeout_s: float = 2.0) -> bool:

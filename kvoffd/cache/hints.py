@@ -254,8 +254,8 @@ class HintedOrder:
             soon = self._policy.first(min(left, len(self._blocks.state) // SOON_DIVISOR))
             retained = self.retentions.are_retained(soon)
             self._set_aside(soon[retained])
-            # More are likely behind those that were looked at if some of these were retained, or if they were fewer than
-            # usual, since evictions have set some aside.
+            # More are likely behind those that were looked at if some of these were retained, or if they were fewer
+            # than usual, since evictions have set some aside.
             self._retained_may_be_next = left < SET_ASIDE_AT_ONCE or bool(retained.any())
         return more or self._retained_may_be_next
 

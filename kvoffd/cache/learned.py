@@ -268,7 +268,7 @@ class LruFallback:
         if known.now < self._change_at or not self._asked:
             return
         lead = self._lead / self._asked
-        if known.as_lru:  # not even LRU finds what the curve expects: by so much it is wrong here
+        if known.as_lru:  # not even LRU finds what the curve expects: by this share it is wrong here
             self._excess = max(0.0, lead)
             self._change(as_lru=False, lifetimes=JUDGED_AFTER)
         elif lead > MIN_LEAD + self._excess:

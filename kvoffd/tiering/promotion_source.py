@@ -33,8 +33,8 @@ MAX_BEGUN = 64
 """Limit of the blocks begun by one call of ``pump``. Their slots are allocated together, so that neighbours in the
 queue are neighbours in the pool."""
 BEGUN_PER_END = 16
-"""The same for the end of a read, which begins others only if as many more as are under way may be: evicting for a few
-blocks takes as long as for many."""
+"""The same for the end of a read, which begins others only if as many bytes more as are under way may be: evicting for
+a few blocks takes as long as for many."""
 MAX_LOOKED_AT = 4096
 """Limit of the queues that one call of ``pump`` looks at."""
 MAX_WITHOUT_SPACE = 256
@@ -296,7 +296,8 @@ class PromotionSource:
             if not was_given_up:  # else _give_up_overdue has counted it
                 self._promotions.count(queue, under_way=-1)
             self._end_read(fill, ticket, result, block)
-        if self.reads.free_blocks(queue.group.block_bytes) >= len(self.reads.under_way):
+        block_bytes = queue.group.block_bytes
+        if self.reads.free_blocks(block_bytes) * block_bytes >= self.reads.under_way_bytes:
             self.pump(BEGUN_PER_END)
 
     def _end_read(self, fill: Fill, ticket: FillTicket, result: Result, block: Block | None) -> None:

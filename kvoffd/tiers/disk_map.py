@@ -433,7 +433,7 @@ class DiskMap:
         return PinnedSlot(slot, region.begin + place * region.slot_bytes, known.slot_bytes, known.padded)
 
     def pin(self, slots: Sequence[int]) -> None:
-        """Keep slots, which a read, a write or a write to the index uses, from becoming free."""
+        """Keep slots, which a write to the index uses, from becoming free."""
         for slot in slots:
             region, place = self.at(slot)
             region.pins[place] += 1

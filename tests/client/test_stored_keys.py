@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import sys
+from threading import Thread
 
 import pytest
 
@@ -69,3 +71,23 @@ def test_few_keys_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     assert stored.was_stored(bytes([15]), 25), "stored again, it is the newest"
     assert stored.since(24)[:2] == [bytes([15]), bytes([24])], "the newest first"
     assert stored.since(26) == []
+
+
+def test_another_thread_may_add_keys_while_they_are_read() -> None:
+    stored, threads = StoredKeys(), list[Thread]()
+    stored.add([KEY])
+
+    def add_one(*_: object) -> None:
+        threads.append(Thread(target=stored.add, args=([len(threads).to_bytes(32, "big")],)))
+        threads[-1].start()
+        threads[-1].join(0.01)  # it may have to wait until they are read
+
+    sys.setprofile(add_one)  # at each call that reads them, and each return
+    try:
+        found = stored.since(0)
+    finally:
+        sys.setprofile(None)
+    for thread in threads:
+        thread.join()
+    assert len(threads) > 1
+    assert found[-1] == KEY

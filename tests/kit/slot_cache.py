@@ -292,7 +292,7 @@ def check_invariants(cache: Cache) -> None:
     nbytes_of: Counter[int] = Counter()
     for (session, _), one in held.items():
         nbytes_of[session] += one.nbytes
-    assert +cache.leases._bytes_of == +nbytes_of
+    assert cache.leases._bytes_of == nbytes_of
     assert cache.leases._bytes_of.keys() <= cache.leases.by_session.keys()
     assert cache.leases.count == len(active)
     assert all(blocks.pins[block] >= count for block, count in pins.items())

@@ -330,6 +330,24 @@ def test_a_part_is_begun_at_once_and_more_with_each_end() -> None:
     assert rig.states(space, keys_of(*range(most))) == [READY] * most
 
 
+def test_reads_of_small_blocks_keep_no_large_one_from_beginning_more() -> None:
+    """It begins others while half of the bytes are free, however many blocks the other half is."""
+    rig = TieringHarness(settings=QUIET, regions=64)
+    small, large = rig.open("small"), rig.open("large", sizes=[4 * UNIT])
+    rig.put_in_tier(small, keys_of(*range(12)))
+    rig.put_in_tier(large, keys_of(0))
+    look_up(rig, large, 1, keys_of(0))
+    look_up(rig, small, 2, keys_of(*range(10)))
+    rig.tiering.pump()
+    assert (rig.source.reads.under_way_bytes, rig.source.reads.most_bytes) == (14 * UNIT, 32 * UNIT)
+    look_up(rig, small, 3, keys_of(10, 11))
+    rig.tier.end(next(iter(rig.tier.jobs)))
+    assert len(rig.tier.jobs) == 12
+    rig.tier.end_all()
+    rig.cache.end_session(1)
+    rig.check()
+
+
 def test_a_namespace_without_workers_gets_nothing_from_a_tier(rig: TieringHarness) -> None:
     space = rig.open(world_size=2)
     rig.put_in_tier(space, keys_of(1))

@@ -76,7 +76,7 @@ class ChunkGroups(tuple[ChunkGroup, ...]):
         """Return the index of a key's group."""
         return self.indices[key[-GROUP_ID_BYTES:]]
 
-    def place_of(self, key: OffloadKey, req_context: ReqContext) -> Place:
+    def place_in_prompt(self, key: OffloadKey, req_context: ReqContext) -> Place:
         """Return the place of a key's block in its request's prompt."""
         index, end = self.index_of(key), req_context.get_offload_key_position(key) or 0
         tokens = self[index].tokens_per_chunk

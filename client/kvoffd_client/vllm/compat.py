@@ -302,7 +302,8 @@ def record_new_blocks(pool: Any, new: set[int]) -> None:
 def notice_resets(pool: Any, handle_reset: Callable[[], None]) -> None:
     """Call ``handle_reset`` whenever vLLM's pool has forgotten its cached blocks.
 
-    Its event of that is no sign: with several batches in flight it may be taken before another step is made.
+    The event that it queues then is not enough: with several batches in flight vLLM may take that from the queue before
+    the connector makes a step in which it could see it.
     """
     reset = pool.reset_prefix_cache
 

@@ -108,6 +108,7 @@ class KvoffdConnector(OffloadingConnector):
 
     def _begin_scheduler(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
         self._manager: KvoffdManager = self.connector_scheduler.manager
+        # Tails are what vLLM calls partial tails, see tails.py.
         engine, self._shape = facts_of(
             vllm_config, kv_cache_config, stores_tails=self.connector_scheduler.config.supports_partial_tail
         )
@@ -133,7 +134,8 @@ class KvoffdConnector(OffloadingConnector):
             )
         self._pool: BlockPool | None = None
         self._new_blocks, self._begun_blocks = set[int](), set[int]()
-        """Ids of this step's newly allocated blocks, and of all attention blocks of requests that leave the queue."""
+        """Ids of this step's newly allocated blocks, and of all attention blocks of requests that leave the queue. Those
+        of the latter that are not new are hits of vLLM's own cache, which the step only reads."""
         self._reset_since_step = False
         """Whether vLLM has reset since the last step."""
         self._has_unsent_stores = False
@@ -149,7 +151,7 @@ class KvoffdConnector(OffloadingConnector):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """As vLLM's; first takes the digest of the weights, and has Model Runner V2 wait for stores in time."""
         config, cache = self._vllm_config, self._kv_cache_config
-        self._contents.find(config)
+        self._contents.find_models(config)
         is_patched = patch_v2_runner_fence(self._contents.weights.runner, self._fence)
         specs = [spec for group in cache.kv_cache_groups for spec in iter_layer_specs(group.kv_cache_spec)]
         # V2 writes to blocks before it calls handle_preemptions() if it zeroes them or copies states.
@@ -181,10 +183,10 @@ class KvoffdConnector(OffloadingConnector):
         for it. This pass does not use their blocks, and earlier kernels that did have been launched. All jobs are sent
         in one message.
 
-        | call | submits to ``KvoffdWorker`` | which sends it |
+        | call | hands to ``KvoffdWorker`` | they are sent |
         |---|---|---|
-        | ``_fence()``, and vLLM's method below | the last step's stores | in it, if some block waits for its store |
-        | ``start_kv_transfers()`` below | the step's loads | by ``flush()`` below, with stores not sent yet |
+        | ``_fence()``, and vLLM's method below | the last step's stores | at once if it must wait, or with loads |
+        | ``start_kv_transfers()`` below | the step's loads | by ``flush()`` below |
         | ``start_load_kv()``, in a step without tokens | the step's own stores | by ``get_finished()`` |
         """
         worker: KvoffdWorker = self.connector_worker.worker

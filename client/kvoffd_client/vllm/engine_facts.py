@@ -30,7 +30,7 @@ class EngineFacts:
         may_pause: an idle engine may pause in a step, because no other rank waits for it.
         state_groups: groups of recurrent layers, whose states vLLM offers separately.
         only_prefixes: all groups are of full attention.
-        tail_tokens: tokens per hash if tails are stored, else 0.
+        tail_tokens: tokens per hash if tails (``tails.py``) are stored, else 0.
         assumed_rate: prefill rate in tokens per second, while it is unknown.
         publishes_events: the engine publishes KV events.
     """

@@ -297,8 +297,8 @@ class EngineNamespace:
         self.on_leave()
 
     def update(self, states: Mapping[int, MemoryState]) -> None:
-        """Handle new memory states by rank; decide once, when there is one of each worker: what is decided by does not
-        change before the next ``leave()``."""
+        """Handle new memory states by rank. The namespace is decided once, when there is a state of each worker: what
+        it depends on stays the same in later ones, until the next ``leave()``."""
         is_decided = len(self._memory) == self._world_size
         for rank, state in states.items():
             if state.generation != self.generation:

@@ -77,7 +77,8 @@ JUDGED_FIELDS = Path(__file__).with_name("judged_fields.toml")
 def judged_fields(*verdicts: str) -> dict[str, dict[str, str]]:
     """Return the fields of each class in ``JUDGED_FIELDS`` that have one of these verdicts, or any if none is given.
 
-    Each with the only release that has it, or ``""``.
+    Each with the only release that has it, or ``""``. A verdict is ``in``, ``covered`` or ``out``, as that file
+    explains.
     """
     judged: dict[str, dict[str, str]] = {}
     for name, by_verdict in tomllib.loads(JUDGED_FIELDS.read_text()).items():

@@ -206,8 +206,8 @@ class LoadAdmission:
         return taken <= LOADED_SHARE * self._limited_blocks
 
     def _fits_alone(self, blocks: float, cached: int) -> bool:
-        """Return whether the KV cache has a request's ``blocks``, and those of its load and of the first step's drafts:
-        it never has both at once."""
+        """Return whether the KV cache has a request's ``blocks``, which it needs once it computes, and what it needs
+        before that: the blocks that it loads, with those that stay free for drafts."""
         return max(blocks, self._blocks_of(cached, cached) + self._kept_free) <= self._limited_blocks
 
     def _fits_besides_failed(self, blocks: float, others: dict[Request, Loaded]) -> bool:

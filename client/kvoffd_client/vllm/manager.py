@@ -120,7 +120,9 @@ class KvoffdManager(OffloadingManager):
             self._reports.late_times,
             self._sleep,
         )
-        self.stores = RequestStores(namespace, groups, engine, options, self.harm, clock, counters, self.lookups.read)
+        self.stores = RequestStores(
+            namespace, groups, engine, options, self.harm, clock, counters, read_answer=self.lookups.read_answer
+        )
         self.outcomes = PromptOutcomes(namespace, groups, loading)
 
     def begin_step(self, request_tokens: Collection[int]) -> None:
@@ -161,8 +163,8 @@ class KvoffdManager(OffloadingManager):
         )
 
     def _on_leave(self) -> None:
-        """Have all requests be looked up again: in another namespace their lookups would fail, with this client, or be
-        late without a fault of the daemon."""
+        """Have all requests be looked up again: if the next namespace is another one, this client is closed, and their
+        lookups fail. The time until that namespace is known is no wait for an answer, which would soon be late."""
         self.lookups.queue.parked.wake_all()
         for state in self.requests.values():
             self.lookups.end_leases(state)
@@ -173,7 +175,7 @@ class KvoffdManager(OffloadingManager):
         """Record that a request is about to be scheduled with ``loaded_tokens``; if these are 0, unpin its blocks."""
         state, events = self.requests[request.request_id], self.stores.events
         ended, earlier = state.wait, state.scheduling
-        self.outcomes.scheduled(state, ended, earlier)
+        self.outcomes.scheduled(state, ended, earlier)  # decided in begin_step(), when vLLM knows what it computes
         state.wait, state.scheduling = PromptWait(), Scheduling(loaded_tokens, ended.promoted)
         self.lookups.queue.remove(request.request_id)
         if events is not None and (answer := state.answer) is not None and answer.usable:
@@ -241,12 +243,12 @@ class KvoffdManager(OffloadingManager):
         return RequestOffloadingContext(policy=OffloadPolicy.REQUEST_LEVEL)
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
-        return self.requests[req_context.req_id].scan.result(key, self.groups.place_of(key, req_context))
+        return self.requests[req_context.req_id].scan.result(key, self.groups.place_in_prompt(key, req_context))
 
     def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> CacheHitSource:
         if (state := self.requests.get(req_context.req_id)) is None:
             return CacheHitSource.HOST
-        tier = state.scheduling.promoted.tier_of(key, self.groups.place_of(key, req_context))
+        tier = state.scheduling.promoted.tier_of(key, self.groups.place_in_prompt(key, req_context))
         if tier == SHARED:
             return CacheHitSource.EXTERNAL_UNSPECIFIED  # vLLM's name of a remote store
         return CacheHitSource.DISK if tier else CacheHitSource.HOST
@@ -288,13 +290,12 @@ class KvoffdManager(OffloadingManager):
         if (state := self.requests.pop(req_context.req_id, None)) is None:
             return
         self.lookups.queue.remove(req_context.req_id)
-        was_scheduled = state.was_reported  # an outcome is reported for each that was; others have stored nothing
         self.outcomes.request_ended(state)
-        if was_scheduled:
+        if state.was_reported:  # it was scheduled; others have stored nothing
             self.lookups.hint_sender.send_end_hints(state)
         self.lookups.end_leases(state)
         if state.last is not None:
-            self.lookups.read(state.last)  # it may have come unread: how long it took counts all the same
+            self.lookups.read_answer(state.last)  # it may have come unread: how long it took counts all the same
 
     def has_pending_work(self) -> bool:
         # Not for requests that wait for an answer: vLLM runs steps for them anyway, but none while paused, and it

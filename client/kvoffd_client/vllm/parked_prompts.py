@@ -209,7 +209,8 @@ class ParkedPrompts:
             self._push(self._due, parked.priority if self._by_priority else 0, request_id, parked)
 
     def _make_askers_due(self, now: float) -> None:
-        """Make the prompts due that ask a store and await no answer, all of them once the first one is to ask again."""
+        """Once the first of the prompts that ask a store is to ask again, make all of them due that await no answer, so
+        that they ask in their order. While the first one awaits an answer, the others do not overtake it."""
         askers = [request_id for request_id in self._asking if not self._parked[request_id].is_due]
         if not askers:
             return

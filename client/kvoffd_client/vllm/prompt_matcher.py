@@ -37,7 +37,7 @@ class PromptMatcher:
     6. ``_admit``: a load has no space yet, or the prompt would hold up an earlier one that is being loaded.
 
     Args:
-        tail_tokens: tokens per hash if tails are stored, else 0.
+        tail_tokens: tokens per hash if tails (``tails.py``) are stored, else 0.
         scan: vLLM's scan of a request's answer, given its tokens in vLLM's own cache.
         scan_part: the same, given also the most tokens to load.
     """
@@ -71,6 +71,7 @@ class PromptMatcher:
 
     def record_scheduled(self, request: Request, loaded_tokens: int) -> None:
         """Record that a request is scheduled, to load this many tokens; to compute if these are 0."""
+        # Later prompts wait for its load no longer than computing the same would take.
         self._admission.record_scheduled(request, computed_s=loaded_tokens / self._manager.times.rate)
 
     def match(self, request: Request, own_tokens: int) -> int | None:
@@ -98,9 +99,12 @@ class PromptMatcher:
     # --- before the scan ---------------------------------------------------------------------------
 
     def _must_wait(self, state: RequestState, own_tokens: int) -> bool:
-        """Return whether a request waits in this step, whatever a scan would find: to compute, for the load of an
-        earlier one; to be loaded, for one whose load waits for space. If only a scan can tell, it waits once enough
-        requests were scanned in this step."""
+        """Return whether a request waits in this step, whatever a scan would find.
+
+        One with much left to compute waits for an earlier one's load (``waits_for_earlier``), and one to be loaded for
+        a load that waits for space (``has_deferred``). If only a scan can tell which it is, it waits once enough
+        requests were scanned in this step.
+        """
         admission, waits, request = self._admission, self._waits, state.request
         if not admission.holds_up_others:
             return False
@@ -139,7 +143,7 @@ class PromptMatcher:
             return False
         tail_end = (prompt_tokens - 1) // size  # in hashes
         beyond, hashes = tail_end * size - own_tokens, request.block_hashes
-        # If the tail ends beyond the next block, that one is missing in vLLM's cache, which then can use no tail there.
+        # Whole blocks of vLLM's cache end at own_tokens. So it lacks the next one, and can use no tail behind that.
         is_in_next_block = 0 < beyond < self._shape.block_tokens and tail_end <= len(hashes)
         if self._pool is None or not is_in_next_block or self._has_drafts:
             return True

@@ -169,6 +169,6 @@ class PromptQueue:
             self.parked.wake_one(request_id)
 
     @property
-    def has_work(self) -> bool:
+    def next_step_wakes(self) -> bool:
         """Whether the next step will wake some of the parked prompts: they are due, or may be looked up."""
         return self.parked.has_due or (bool(self.parked.for_lookups) and not self.is_full)

@@ -158,8 +158,8 @@ def _leading_keys(
     whole = [request.num_tokens // one.tokens_per_chunk for one in groups]
     own = [scan.own_tokens // one.tokens_per_chunk for one in groups]
     if loaded_tokens:
-        # The last chunk may be loaded in part, and then its key was used: up to the last token, or where other limits
-        # end the load. But a load that ends with a tail used the tail's key, not that of the chunk around it.
+        # A load may end inside a chunk: before the last token, or where a limit of vLLM ends it. That chunk's key was
+        # used. But where a tail ends the load, the tail's key was used instead.
         end = scan.own_tokens + loaded_tokens
         ends_before_last_token = end < request.num_tokens - 1
         if state.tails and not scan.engine_has_all and ends_before_last_token:
@@ -176,7 +176,8 @@ def _found_keys(lookup: KeyedLookup | None, promoted: PromotedBlocks) -> FoundKe
     """Return where the keys of a lookup were found: what is ready was in the pool, unless it was promoted before.
 
     ``promoted`` has what earlier answers said of each chunk: PENDING if it came from a disk, SHARED if from a store;
-    ASKED if a store had not answered, LACKED if it had not the chunk; 0 if it was in the pool, or nowhere.
+    ASKED if a store had not answered, LACKED if it had not the chunk; 0 if it was in the pool, or nowhere. A store was
+    asked for all but those of PENDING and 0.
     """
     keys = ready = unanswered = came_up = from_disk = from_store = asked = 0
     if lookup is not None:

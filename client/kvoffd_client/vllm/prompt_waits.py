@@ -29,6 +29,8 @@ one prompt. vLLM makes a key of each hash, in about a microsecond."""
 class PromptWaits:
     """The waits of the prompts that are not scheduled, of which ``PromptMatcher`` asks in each step.
 
+    A prompt waits for what next_wait.py says, by a table of facts that are gathered here.
+
     Args:
         lookups: the prompts' lookups, which this sends and takes.
         engine_clock: time by which prompts wait.
@@ -82,7 +84,7 @@ class PromptWaits:
 
     def pass_over(self, request_id: str, own_tokens: int) -> bool:
         """Return whether vLLM passes over a request, because it is parked. The first call of a step wakes what is due;
-        an idle engine pauses here once in a step, unless the next one has something to do."""
+        an idle engine pauses here once in a step, unless the next step wakes some in any case."""
         if self._must_wake:
             self._must_wake = False
             if self._parked:
@@ -90,7 +92,7 @@ class PromptWaits:
         if not self._parked.is_parked(request_id, own_tokens):
             return False
         may_pause = self._engine_clock.is_idle and self._pause_is_left and self._engine.may_pause
-        if not may_pause or self._queue.has_work:
+        if not may_pause or self._queue.next_step_wakes:
             return True
         self._pause()
         return self._parked.is_parked(request_id, own_tokens)
@@ -133,7 +135,7 @@ class PromptWaits:
         in_turns = event in (AwaitedEvent.TIER, AwaitedEvent.STORE)
         if in_turns:
             self._queue.wait_for_tier(request.request_id)
-        is_for_load = event is AwaitedEvent.LOAD
+        is_for_load = event is AwaitedEvent.LOAD  # which a newer answer would not end
         parked = Parked(
             own_tokens,
             wait.until,
@@ -195,11 +197,13 @@ class PromptWaits:
         in a moment. Return False if the request waits for it, or for its turn to be looked up: then it is parked."""
         wait = state.wait
         if self._lookups.take_answer(state) or state.answer is None:
-            # A new answer is judged before the next lookup is sent: no wait for a tier ends while one is in flight, and
-            # where steps are long one always would be. An older answer is not: the next may show that all has come.
+            # A new answer is judged here too: below the next lookup may be in flight, while which no wait for a tier
+            # ends, and where steps are long that would be so each time. An older answer is judged below only: the next
+            # one may show that all has come.
             self._judge_tier_wait(state)
+        # One that has an answer, and has waited as long as it may for a newer one, is not looked up again.
         is_due, since = self._lookups.is_due(state), wait.lookup.since
-        if is_due and state.answer is not None and since is not None:  # the last answer counts when its time is over
+        if is_due and state.answer is not None and since is not None:
             allowed_s = self._allowed_s(state, state.request.num_tokens - own_tokens)  # only now: it sums up requests
             is_due = self._lookups.is_due(state, may_wait=self._engine_clock.read() < since + allowed_s)
         if is_due and not self._look_up_in_turn(state, own_tokens):
@@ -241,7 +245,7 @@ class PromptWaits:
         answer = lookup if lookup is not None and lookup.future.done else state.answer
         if answer is None or answer.future.failed or not answer.usable:
             return None
-        self._lookups.read(answer)
+        self._lookups.read_answer(answer)
         if answer.may_wait and not state.wait.tier.has_ended:
             return None
         return max(0, answer.least_tokens - own_tokens), max(0, answer.most_tokens - own_tokens)

@@ -82,7 +82,8 @@ class RequestLookups:
         if not state.disabled:
             self.hint_sender.send_start_hints(state)  # now, although its lookup may have to wait
         self.queue.add(request.request_id, request.priority)
-        # vLLM will come to an urgent one before those of the window, so it does not wait for a place there.
+        # vLLM will come to an urgent one before those that are looked up ahead, so it does not wait for a place among
+        # them.
         if self.queue.outranks(request.priority) and self.queue.take_lookup(request.request_id, self.keys_of(state)):
             self.look_up(state)
         self._look_up_ahead()
@@ -119,8 +120,8 @@ class RequestLookups:
     def look_up(self, state: RequestState) -> None:
         """Look up all complete chunks of a request, and its ``tails``, if lookups are possible.
 
-        A daemon counts a prompt once, and no tails: there are many, of which one is a hit at most. So the lookup that
-        it is to count asks for none. A request shorter than a chunk has only tails, and is not counted.
+        A daemon counts a prompt once, when it is reported, and no tails: there are many, of which one is a hit at most.
+        So the lookup that it is to count asks for none. A request shorter than a chunk has only tails, and is not counted.
         """
         request, namespace = state.request, self.namespace
         if not self._adapters.identify(state) or not namespace.serves:
@@ -192,7 +193,7 @@ class RequestLookups:
         if not answered.usable:
             self.end_lease(answered)  # it came long ago, so it is asked again
             return False
-        self.read(answered)
+        self.read_answer(answered)
         # The new lease pins the same blocks, so nothing is unpinned in between.
         self.end_lease(state.answer)
         state.answer = answered
@@ -206,7 +207,7 @@ class RequestLookups:
             tier.ask_at = answered_at + retry_pause_s(waited_s, 0.0 if has_excluded else answered.future.wait_s)
         return True
 
-    def read(self, lookup: KeyedLookup) -> None:
+    def read_answer(self, lookup: KeyedLookup) -> None:
         """Read an answer once it has come, and record how long it took."""
         if lookup.future.done and not (lookup.is_read or lookup.future.failed):
             lookup.read()
@@ -221,7 +222,8 @@ class RequestLookups:
         return state.answer is None or state.answer.is_old(self.namespace.client.stored)
 
     def is_due(self, state: RequestState, *, may_wait: bool = True) -> bool:
-        """Return whether a request should be looked up now. ``may_wait``: it has time to wait for the answer."""
+        """Return whether a request should be looked up now, by the table in next_lookup.py. ``may_wait``: it has time
+        to wait for the answer."""
         answer, tier, now = state.answer, state.wait.tier, self.clock()
         is_in_flight, failed_s = state.in_flight is not None, now - state.failed_at
         if answer is None or is_in_flight:

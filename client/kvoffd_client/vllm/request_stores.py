@@ -34,7 +34,7 @@ class RequestStores:
         clock: clock such as time.monotonic().
         counters: the engine's counters, which this adds to.
         options: the connector's options. A lookup without an answer by its deadline is not waited for.
-        read: reads a lookup whose answer may have come.
+        read_answer: reads the answer to a lookup, if it has come.
 
     Attributes:
         enabled: whether blocks are stored, by vLLM's kv_role.
@@ -53,11 +53,12 @@ class RequestStores:
         harm: DoNoHarm,
         clock: Callable[[], float],
         counters: metrics.Counters,
-        read: Callable[[KeyedLookup], None],
+        *,
+        read_answer: Callable[[KeyedLookup], None],
     ) -> None:
         self._namespace, self._groups, self._clock, self._counters = namespace, groups, clock, counters
         self._shard_bytes, self._state_groups = engine.shard_bytes, frozenset(engine.state_groups)
-        self._harm, self._deadline_s, self._read = harm, options.lookup_deadline_s, read
+        self._harm, self._deadline_s, self._read_answer = harm, options.lookup_deadline_s, read_answer
         self.enabled = True
         self.events: HostBlockEvents | None = None
         self.credit_bytes = self.outstanding_bytes = 0
@@ -110,7 +111,7 @@ class RequestStores:
         """
         request, last = state.request, state.last
         if last is not None:
-            self._read(last)  # it may have come after the request was scheduled
+            self._read_answer(last)  # it may have come after the request was scheduled
         computed = request.num_computed_tokens if request.is_finished() else inf
         missing, indices = dict[OffloadKey, int](), self._groups.indices
         for key in keys:

@@ -95,7 +95,7 @@ def replace_searches(scheduler: Any, groups: ChunkGroups, requests: Mapping[str,
         req_context: ReqContext,
         initial_window_size: int | None = None,
     ) -> int | None:
-        first = groups.place_of(keys[0], req_context)
+        first = groups.place_in_prompt(keys[0], req_context)
         results = requests[req_context.req_id].scan.results.get(first.group, b"")
         cut = _cut(results, max(0, first.chunk), len(keys))
         if COMES in cut:

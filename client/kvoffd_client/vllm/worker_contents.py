@@ -15,8 +15,8 @@ class WorkerContents:
     """The weights and adapters of one worker, and the digest that the scheduler knows.
 
     Attributes:
-        weights: the models; a stand-in without any before ``find``.
-        adapters: the adapters; a stand-in without any before ``find``.
+        weights: the models; a stand-in without any before ``find_models``.
+        adapters: the adapters; a stand-in without any before ``find_models``.
         digest: digest of the weights; None while unknown.
         generation: the scheduler's number of the digest; see ``ConnectorMetadata``.
     """
@@ -32,7 +32,7 @@ class WorkerContents:
         """Whether the weights or an adapter may have changed since the digest was taken: ``weights`` records both."""
         return self.weights.changed
 
-    def find(self, vllm_config: VllmConfig) -> None:
+    def find_models(self, vllm_config: VllmConfig) -> None:
         """Find the models and adapters of the calling worker, and take the first digest."""
         self.weights = LiveWeights.of_caller(experts_elsewhere=has_experts_elsewhere(vllm_config))
         self.digest = self.weights.digest()
