@@ -134,8 +134,8 @@ class KvoffdConnector(OffloadingConnector):
             )
         self._pool: BlockPool | None = None
         self._new_blocks, self._begun_blocks = set[int](), set[int]()
-        """Ids of this step's newly allocated blocks, and of all attention blocks of requests that leave the queue. Those
-        of the latter that are not new are hits of vLLM's own cache, which the step only reads."""
+        """Ids of this step's newly allocated blocks, and of all attention blocks of requests that leave the queue.
+        Those of the latter that are not new are hits of vLLM's own cache, which the step only reads."""
         self._reset_since_step = False
         """Whether vLLM has reset since the last step."""
         self._has_unsent_stores = False

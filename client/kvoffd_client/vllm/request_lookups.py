@@ -121,7 +121,8 @@ class RequestLookups:
         """Look up all complete chunks of a request, and its ``tails``, if lookups are possible.
 
         A daemon counts a prompt once, when it is reported, and no tails: there are many, of which one is a hit at most.
-        So the lookup that it is to count asks for none. A request shorter than a chunk has only tails, and is not counted.
+        So the lookup that it is to count asks for none. A request shorter than a chunk has only tails, and is not
+        counted.
         """
         request, namespace = state.request, self.namespace
         if not self._adapters.identify(state) or not namespace.serves:
