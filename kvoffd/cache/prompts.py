@@ -1,4 +1,4 @@
-"""Prompts that looked keys up: how they are counted, and reported to policy, tiers, curve and watchers."""
+"""Lookups and stores of prompts: how they are counted, and reported to those who learn from them."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import numpy as np
 from kvoffd.cache.asked_keys import AskedKeys, PromptUse, UncountedPrompts, settle_prompt
 from kvoffd.cache.block_life import BlockLife
 from kvoffd.cache.block_table import FoundKeys
+from kvoffd.cache.branch_points import BranchPoints
 from kvoffd.cache.computing import Computing
 from kvoffd.cache.curve import HitRatioCurve
 from kvoffd.cache.namespace import Group, Namespace
@@ -20,10 +21,10 @@ from kvoffd.cache.states import READY
 from kvoffd.cache.tickets import Lease, LoadTicket
 
 MAX_UNREPORTED = 8
-"""Lookups that may wait for ``report``; one more reports the oldest."""
+"""Lookups and stores that may wait for ``report``; one more reports the oldest."""
 
 
-class _Unreported(NamedTuple):
+class _Lookup(NamedTuple):
     """A lookup that waits for ``report``."""
 
     namespace: Namespace
@@ -37,21 +38,37 @@ class _Unreported(NamedTuple):
     """``BlockLife.ready_losses`` at the lookup."""
 
 
+class Offered(NamedTuple):
+    """What an engine offers for storing in one message."""
+
+    namespace: Namespace
+    groups: Sequence[tuple[Group, bytes]]
+    """Groups and their keys, end to end."""
+    keys: Sequence[bytes] = ()
+    """The keys of one of the groups, which is enough for ``BranchPoints``: all have the same tokens."""
+    parents: bytes = b""
+    """Parents of these, end to end; empty if no store sent them."""
+    token_ids: bytes = b""
+    """Token ids of their blocks, end to end; empty if no store sent them."""
+
+
 class Prompts:
-    """Lookups of prompts, until they are counted and reported.
+    """Lookups of prompts and their stores, until they are counted and reported.
 
     Attributes:
         watchers: called by ``report`` with the chains of each lookup, after the policy.
-        unreported: lookups that wait for ``report``, the oldest first.
+        unreported: lookups and stores that wait for ``report``, the oldest first.
         uncounted: prompts that wait for their engines' reports.
         curve: learns what prompts asked for, and which keys engines offer for storing; None if nothing does.
+        branch_points: learns what engines offer for storing; None if nothing does.
     """
 
     def __init__(self, life: BlockLife, clock: Callable[[], float]) -> None:
         self._life = life
         self.watchers: list[Callable[[Sequence[Chain]], None]] = []
         self.curve: HitRatioCurve | None = None
-        self.unreported: deque[_Unreported] = deque()
+        self.branch_points: BranchPoints | None = None
+        self.unreported: deque[_Lookup | Offered] = deque()
         self.uncounted = UncountedPrompts()
         self._uncounted_loads = UncountedLoads()
         self._computing = Computing(clock)
@@ -86,19 +103,47 @@ class Prompts:
                 self._settle(prompt, None)
         if chains:
             losses = self._life.ready_losses
-            self.unreported.append(_Unreported(namespace, chains, asked, prompt_hash, reported, losses))
+            self.unreported.append(_Lookup(namespace, chains, asked, prompt_hash, reported, losses))
             if len(self.unreported) > MAX_UNREPORTED:
                 self._report_oldest()
 
+    def offered(self, offered: Offered) -> None:
+        """Keep for ``report`` what an engine offers for storing. For one rank of each store, and no bench's."""
+        self.unreported.append(offered)
+        if len(self.unreported) > MAX_UNREPORTED:
+            self._report_oldest()
+
     def report(self) -> None:
-        """Report lookups to the tiers and, except a bench's, to the policy, the curve and the watchers. Call it after
-        the replies are sent, and before what evicts or stores blocks: they must hear of the use of a block before they
-        decide what goes, and of what a prompt lacked before its store."""
+        """Report lookups to the tiers and, except a bench's, to the policy, the curve and the watchers; and stores to
+        those who learn from them. Call it after the replies are sent, and before what evicts or stores blocks: they
+        must hear of the use of a block before they decide what goes, and of what a prompt lacked before its store."""
         while self.unreported:
             self._report_oldest()
 
     def _report_oldest(self) -> None:
-        namespace, chains, asked, prompt_hash, reported, ready_losses = self.unreported.popleft()
+        oldest = self.unreported.popleft()
+        if isinstance(oldest, Offered):
+            self._report_offered(oldest)
+        else:
+            self._report_lookup(*oldest)
+
+    def _report_offered(self, offered: Offered) -> None:
+        for group, keys in offered.groups:
+            if self.curve is not None:
+                self.curve.stored(group, keys)
+            self._computing.offered(group, keys)
+        if self.branch_points is not None:
+            self.branch_points.offered(offered.namespace, offered.keys, offered.parents, offered.token_ids)
+
+    def _report_lookup(
+        self,
+        namespace: Namespace,
+        chains: list[Chain],
+        asked: Sequence[AskedKeys],
+        prompt_hash: int,
+        reported: bool,
+        ready_losses: int,
+    ) -> None:
         chains = [chain for chain in chains if not chain.group.retired]
         if self._life.ready_losses != ready_losses:  # some that were found may be gone
             states = self._life.blocks.state
@@ -119,12 +164,6 @@ class Prompts:
                     self._computing.mark_computing(found.group, found.keys, part.reasons, prompt_hash)
         for watcher in tuple(self.watchers):  # one may remove itself
             watcher(chains)
-
-    def offered(self, group: Group, keys: bytes) -> None:
-        """Record that an engine offers keys for storing. For one rank of each store, and no bench's."""
-        if self.curve is not None:
-            self.curve.stored(group, keys)
-        self._computing.offered(group, keys)
 
     def loaded(self, ticket: LoadTicket, keys: LoadedKeys | None) -> None:
         """Record the sources of a load's keys, for ``count_tokens``. None: all were in the pool."""

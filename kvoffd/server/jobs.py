@@ -24,9 +24,9 @@ from typing import ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from kvoffd.cache.branch_points import BranchPoints
 from kvoffd.cache.cache import Cache
 from kvoffd.cache.hooks import NO_TOKENS, BlockTokens
+from kvoffd.cache.prompts import Offered
 from kvoffd.cache.tickets import Check, LoadTicket, StorePart, StoreTicket
 from kvoffd.config import Config
 from kvoffd.errors import BadBlockIds, BadKeys, KvoffdError, NotReady, UnknownLease
@@ -419,12 +419,11 @@ def apply_check(cache: Cache, check: Check, checksum: int) -> bool:
 class Jobs:
     """The jobs of all sessions, from acceptance until their copies have ended."""
 
-    def __init__(self, config: Config, cache: Cache, pool: Pool, host: Host, branch_points: BranchPoints) -> None:
+    def __init__(self, config: Config, cache: Cache, pool: Pool, host: Host) -> None:
         self._config = config
         self._cache = cache
         self._pool = pool
         self._host = host
-        self._branch_points = branch_points
         self.running: dict[JobCopy, None] = {}
         """Copies that may still touch memory, oldest first."""
         self._unanswered: dict[Session, dict[int, JobCopy]] = {}
@@ -495,10 +494,9 @@ class Jobs:
                 begun.append(batch)
                 batch.begin(cache, pool)
                 if registration.rank == 0 and not namespace.of_bench:  # once: all ranks offer the same
-                    for part in store_parts:
-                        cache.prompts.offered(namespace.groups[part.group], part.packed_keys)
-                    first = store_parts[0]  # one group suffices: the others have the same tokens
-                    self._branch_points.offered(namespace, first.keys, first.parents, first.token_ids)
+                    groups = [(namespace.groups[part.group], part.packed_keys) for part in store_parts]
+                    first = store_parts[0]
+                    cache.prompts.offered(Offered(namespace, groups, first.keys, first.parents, first.token_ids))
         except BaseException:
             for copy in begun:
                 copy.abort(cache)

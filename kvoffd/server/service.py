@@ -99,7 +99,7 @@ class Service:
         self.tier_supervisor = tier_supervisor
         self.mapper = MemoryMapper(engine, host, gpus)
         self.branch_points = BranchPoints(clock)
-        self.jobs = Jobs(config, cache, pool, host, self.branch_points)
+        self.jobs = Jobs(config, cache, pool, host)
         self.sessions = SessionTable(config, cache, self.jobs, host, max_attached)
         self.scrubber = Scrubber(cache, clock)
         self.traffic = TrafficCounts(cache, clock, state.counted.lifetime)
@@ -160,7 +160,7 @@ class Service:
         self._partial_warned: WeakSet[Namespace] = WeakSet()
         # Connected here, since each is made before what it asks.
         state.generations.known = cache.namespaces  # whose entries stay, however many resets there are
-        cache.prompts.curve = self.curve  # which counts each prompt
+        cache.prompts.curve, cache.prompts.branch_points = self.curve, self.branch_points
         self._lru_fallback = LruFallback(self.curve, cache.policy) if isinstance(cache.policy, Learned) else None
 
     # --- called by the sockets ---------------------------------------------------------------------

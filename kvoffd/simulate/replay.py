@@ -17,6 +17,7 @@ from kvoffd.cache.learned import Learned, LruFallback
 from kvoffd.cache.namespace import Namespace
 from kvoffd.cache.policies import make_policy
 from kvoffd.cache.prompt_tokens import LoadedKeys
+from kvoffd.cache.prompts import Offered
 from kvoffd.cache.tickets import StorePart
 from kvoffd.pool.allocator import SlotAllocator
 from kvoffd.pool.slot_table import SlotTable, TableGeometry
@@ -201,7 +202,8 @@ def serve(
         step = lacking[begin : begin + step_blocks]
         before = keys[(step[0] - 1) * KEY_BYTES : step[0] * KEY_BYTES] if step[0] else b""
         offered = select_keys(keys, step, KEY_BYTES)
-        cache.prompts.offered(namespace.groups[0], offered)
+        cache.prompts.offered(Offered(namespace, [(namespace.groups[0], offered)]))
+        cache.prompts.report()
         (ticket,) = cache.stores.begin(namespace, 0, [StorePart(0, offered, before={0: before} if before else {})])
         cache.stores.commit([ticket], [[1] * len(ticket.copy)])  # any checksums: nothing reads the blocks
         if below is not None:

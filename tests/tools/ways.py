@@ -319,6 +319,7 @@ def lookup(daemon: Daemon) -> None:
 def store(daemon: Daemon) -> None:
     """A store that evicts, from its frame until its copy is queued."""
     daemon.fill()
+    daemon.service.after_send()
     daemon.recorder.step(daemon.submit(daemon.key()))
     daemon.end_copy()
 
