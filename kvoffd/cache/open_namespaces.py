@@ -129,9 +129,9 @@ class OpenNamespaces(dict[bytes, Namespace]):
         kept = [namespace for namespace in self.values() if any(namespace.shard_bytes)]
         count = len(kept)
         while True:
-            encoded = [namespace.encoded_record() for namespace in kept]
-            records = cast(tuple[NamespaceRecord, ...], tuple(map(Raw, encoded)))  # which are not encoded again
-            if self._table.save_namespaces(NamespaceSnapshot(self._next_number, records), encoded):
+            encoded = tuple(Raw(namespace.encoded_record()) for namespace in kept)  # which are not encoded again
+            snapshot = NamespaceSnapshot(self._next_number, cast(tuple[NamespaceRecord, ...], encoded))
+            if self._table.save_namespaces(snapshot):
                 break
             kept.remove(min(kept, key=lambda namespace: namespace.ready_blocks))
         if len(kept) < count and not self._warned_of_no_space:

@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Sequence
 from dataclasses import dataclass
 from struct import Struct
 from typing import Any
@@ -76,8 +75,6 @@ _SNAPSHOT = Struct("=QII")  # number of the snapshot; length and CRC-32 of its c
 _MAX_SNAPSHOT = 2**62 - 1
 """Numbers of snapshots are accepted below this: later ones must remain."""
 _MAX_UNPACKED_BYTES = 64 << 20
-_ZLIB_HEAD, _LAST_PIECE = b"\x78\x01", b"\x03\x00"
-"""Beginning of a zlib stream, and an empty last block of deflate."""
 
 
 class BadTable(KvoffdError):
@@ -180,31 +177,21 @@ class SlotTable:
         self._halves_at, self._half_bytes = geometry.namespaces_at, geometry.namespace_bytes // 2
         """Offset of the two snapshots of the namespaces, and the bytes that each may have."""
         self._snapshot = 0
-        self._compressed: dict[bytes, bytes] = {}
-        """The parts of the last snapshot, compressed."""
         if new:  # the header comes last: a table without it is not accepted
             header = geometry.header(read_boot_id())
             self._bytes[: len(header)] = header
 
-    def save_namespaces(self, snapshot: msgspec.Struct, parts: Sequence[bytes] = ()) -> bool:
+    def save_namespaces(self, snapshot: msgspec.Struct) -> bool:
         """Write what the next daemon must know of the namespaces into the half that is not current.
 
         The half's number is written last, so a process killed before leaves the other half valid. Returns False, and
         changes nothing, if the snapshot does not fit.
-
-        ``parts``: what the encoded snapshot ends with, in order, as ``msgspec.Raw`` in its last field does. Those that
-        the last snapshot had are not compressed again: 64 namespaces would take 6 ms.
         """
         half_bytes = self._half_bytes
         encoded = msgspec.msgpack.encode(snapshot)
-        assert encoded.endswith(b"".join(parts)), "the parts are not the snapshot's end"
-        # A zlib stream in which each part is compressed by itself, and so is what comes before the parts.
-        head = encoded[: len(encoded) - sum(map(len, parts))]
-        self._compressed = {part: self._compressed.get(part) or _deflated(part) for part in parts}
-        pieces = _deflated(head), *(self._compressed[part] for part in parts), _LAST_PIECE
-        content = b"".join((_ZLIB_HEAD, *pieces, zlib.adler32(encoded).to_bytes(4, "big")))
+        content = zlib.compress(encoded, 0)  # as it is, in a zlib stream, which is what other releases write and read
         if _SNAPSHOT.size + len(content) > half_bytes:
-            content = zlib.compress(encoded, 1)  # shorter, as it is compressed as a whole
+            content = zlib.compress(encoded, 1)  # milliseconds for 64 namespaces, so only where it must be
         if len(encoded) > _MAX_UNPACKED_BYTES or _SNAPSHOT.size + len(content) > half_bytes:
             return False
         number = self._snapshot + 1
@@ -236,9 +223,3 @@ class SlotTable:
                 continue
             self._snapshot = number
         return found
-
-
-def _deflated(part: bytes) -> bytes:
-    """Return whole blocks of deflate that refer to nothing before them."""
-    compressor = zlib.compressobj(1, zlib.DEFLATED, -zlib.MAX_WBITS)
-    return compressor.compress(part) + compressor.flush(zlib.Z_FULL_FLUSH)

@@ -352,6 +352,7 @@ def load_end(daemon: Daemon) -> None:
 def reset(daemon: Daemon) -> None:
     """An engine's reset, from its frame to the reply, whose state file is saved at once."""
     daemon.store()
+    daemon.service.after_send()
     daemon.recorder.step(daemon.ask(daemon.scheduler, m.Reset(1, NAMESPACE)))
 
 
