@@ -39,7 +39,7 @@ class _Lookup(NamedTuple):
 
 
 class Offered(NamedTuple):
-    """What an engine offers for storing in one message."""
+    """Keys that an engine offers for storing in one message."""
 
     namespace: Namespace
     groups: Sequence[tuple[Group, bytes]]

@@ -11,11 +11,11 @@ from tests.tools.ways import WAYS, go
 
 MOST = {
     "lookup": (25, 15),
-    "store": (39, 28),
+    "store": (36, 25),
     "store-end": (16, 10),
     "load": (14, 10),
     "load-end": (19, 12),
-    "reset": (31, 20),
+    "reset": (30, 20),
     "disk-write": (58, 39),
     "promotion": (84, 57),
     "redis-promotion": (133, 93),
