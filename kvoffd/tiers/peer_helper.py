@@ -205,6 +205,8 @@ class Helper:
         self._refused_handshakes = 0
         """Connections of peers whose handshake failed."""
         self._links: dict[int, Link] = {}
+        self._without_socket: dict[int, str] = {}
+        """Reasons why peers have no socket, by number."""
         self._lent_until: dict[tuple[bytes, int], float] = {}
         """Time until which what a request has borrowed, by its route and id, counts as lent."""
         self._in_flight: dict[tuple[bytes, int], float] = {}
@@ -228,7 +230,8 @@ class Helper:
         self._busy_until = self._beat_at = 0.0
         """Time until which the loop does not pause for long, and time of the next sign of life."""
         self._start_nixl()
-        self._peers = [self._connect(n, peer) if peer else None for n, peer in enumerate(settings.peers)]
+        self._peers: list[zmq.Socket[bytes] | None] = [None] * len(settings.peers)
+        self._connect_missing()
         if settings.listen:
             self._listen()
 
@@ -260,7 +263,7 @@ class Helper:
 
     # --- connections ------------------------------------------------------------------------------
 
-    def _connect(self, number: int, peer: str, *, waits: bool = False) -> zmq.Socket[bytes]:
+    def _connect(self, number: int, peer: str, *, waits: bool) -> zmq.Socket[bytes]:
         """Begin to connect. Until that is done requests fail at once, or wait if ``waits``."""
         dealer = peer_socket(self._zmq, zmq.DEALER, self._keys)
         dealer.setsockopt(zmq.IMMEDIATE, not waits)
@@ -290,10 +293,23 @@ class Helper:
             self._remove_agent(agent.name)
         self._settings.peers[number] = address
         self._peers[number] = None
-        if not address:
-            return
-        with suppress(zmq.ZMQError):
-            self._peers[number] = self._connect(number, address, waits=True)
+        self._without_socket.pop(number, None)
+        self._connect_missing(waits=True)
+
+    def _connect_missing(self, *, waits: bool = False) -> None:
+        """Begin to connect the peers without a socket, again at each sign of life: there may be no descriptor for it.
+        ``waits``: see ``_connect``."""
+        for number, address in enumerate(self._settings.peers):
+            if not address or self._peers[number] is not None:
+                continue
+            try:
+                self._peers[number] = self._connect(number, address, waits=waits)
+            except zmq.ZMQError as error:
+                if number not in self._without_socket:
+                    print(f"{address} is not connected: {error}. It is tried again each second.", file=sys.stderr)
+                self._without_socket[number] = str(error)
+            else:
+                self._without_socket.pop(number, None)
 
     def _listen(self) -> None:
         public, _ = self._keys
@@ -334,6 +350,7 @@ class Helper:
             if now >= self._beat_at:
                 self._beat_at = now + BEAT_S
                 self._to_daemon(BEAT, 0, self._refused_handshakes)
+                self._connect_missing()
                 if new := interfaces().keys() - self._interfaces:
                     print(f"The helper process for peers starts again, to use {', '.join(new)}.", file=sys.stderr)
                     return
@@ -406,6 +423,8 @@ class Helper:
         """Send a question or a RELEASE to a peer. The daemon hears of a question that cannot be sent."""
         peer, link, name = self._peers[number], self._links.get(number), self._settings.peers[number]
         problem = link.problem if link is not None else ""
+        if number in self._without_socket:
+            problem = f"{{}} is not connected: {self._without_socket[number]}; it is tried again each second."
         if kind in (FIND, PIN) and number in self._stuck:
             why = (
                 f"{name} answers, but its blocks do not come; let through the ports that UCX uses "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import importlib.util
 import math
@@ -194,6 +195,38 @@ def full() -> Iterator[int]:
             waiting.setblocking(False)
             waiting.connect_ex(one.getsockname())
         yield one.getsockname()[1]
+
+
+def test_a_peer_that_finds_no_descriptor_for_its_socket_is_connected_once_there_is_one(
+    lender: Lender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It stayed away until another one took its number."""
+    no_more, make = [True] * 3, peer_socket
+
+    def lacking(context: zmq.Context[zmq.Socket[bytes]], kind: int, *rest: tuple[bytes, bytes]) -> zmq.Socket[bytes]:
+        if kind == zmq.DEALER and no_more:
+            no_more.pop()
+            raise zmq.ZMQError(errno.EMFILE)
+        return make(context, kind, *rest)
+
+    monkeypatch.setattr(peer_helper, "peer_socket", lacking)  # also in the helper that is forked
+    settings = HelperSettings([""], "", SECRET)
+    helper, found = HelperProcess(settings, (-1, 0, 0), lambda *_: None, lambda: None), list[str]()
+    store = PeerStore(helper, 0)
+    assert helper.connect(0, f"127.0.0.1:{lender.port}")
+
+    def answers() -> bool:
+        try:
+            store.connect()
+            store.ping(time.monotonic() + 2.0)
+        except StoreError as error:
+            found.append(str(error))
+            return False
+        return True
+
+    wait_until(answers, PATIENCE_S)
+    assert helper.close(10.0)
+    assert any("Too many open files" in why for why in found), found
 
 
 def test_the_helper_finds_kvoffd_where_the_daemon_did() -> None:
