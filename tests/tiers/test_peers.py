@@ -203,11 +203,13 @@ def test_a_peer_that_finds_no_descriptor_for_its_socket_is_connected_once_there_
     """It stayed away until another one took its number."""
     no_more, make = [True] * 3, peer_socket
 
-    def lacking(context: zmq.Context[zmq.Socket[bytes]], kind: int, *rest: tuple[bytes, bytes]) -> zmq.Socket[bytes]:
+    def lacking(
+        context: zmq.Context[zmq.Socket[bytes]], kind: int, keys: tuple[bytes, bytes], *, is_server: bool = False
+    ) -> zmq.Socket[bytes]:
         if kind == zmq.DEALER and no_more:
             no_more.pop()
             raise zmq.ZMQError(errno.EMFILE)
-        return make(context, kind, *rest)
+        return make(context, kind, keys, is_server=is_server)
 
     monkeypatch.setattr(peer_helper, "peer_socket", lacking)  # also in the helper that is forked
     settings = HelperSettings([""], "", SECRET)
