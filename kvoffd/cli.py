@@ -11,10 +11,11 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import closing
 from errno import ECONNREFUSED, ENOENT
 from pathlib import Path
 from textwrap import wrap
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 from kvoffd import __version__
 from kvoffd.config import (
@@ -31,9 +32,6 @@ from kvoffd.config import (
     settings_in_force,
 )
 from kvoffd.errors import KvoffdError
-
-if TYPE_CHECKING:
-    from kvoffd.system.limits import MemoryLimit
 
 EXIT_REFUSED = 2
 _DEFAULTS = Config()
@@ -106,7 +104,6 @@ def _check_machine(config: Config) -> None:
     """
     import socket
 
-    from kvoffd.system.limits import check_fits
     from kvoffd.system.listening import listen
     from kvoffd_proto.paths import SocketPaths
 
@@ -120,30 +117,28 @@ def _check_machine(config: Config) -> None:
     if config.http_address:
         for listener in listen(*parse_address(config.http_address)):
             listener.close()
-    if (limit := _limit_of_new_pool(config)) is not None:
-        check_fits(config.pool_bytes, limit)
+    _check_pool(config)
 
 
-def _limit_of_new_pool(config: Config) -> MemoryLimit | None:
-    """Return the memory of which a start would make a pool, with that of a pool file that it would use or replace. None
-    for reserved huge pages, which no other limit counts. Raises KvoffdError if the pool file cannot be made there."""
-    from kvoffd.system.files import held_bytes
-    from kvoffd.system.limits import fits_reserved, lies_on_hugetlbfs, memory_limit, open_pool_directory, tmpfs_limit
+def _check_pool(config: Config) -> None:
+    """Raise KvoffdError if a start would find no memory for its pool, or would not take the pool file."""
+    from kvoffd.system.limits import check_fits, fits_reserved, memory_limit
 
-    if not config.pool_file:
-        is_reserved = config.reserved_pages == "auto" and fits_reserved(config.pool_bytes)
-        return None if is_reserved else memory_limit()
     path = Path(config.pool_file)
-    if path.parent in (config.directory, *config.directory.parents) and not os.path.lexists(path.parent):
-        return memory_limit()  # the start makes it
-    directory_fd = open_pool_directory(path)
-    try:
-        if lies_on_hugetlbfs(directory_fd, path):
-            return None
-        held = held_bytes(path.stat()) if os.path.exists(path) else 0  # Path.exists may raise PermissionError
-        return tmpfs_limit(directory_fd, path.parent, held)
-    finally:
-        os.close(directory_fd)
+    is_made_by_start = path.parent in (config.directory, *config.directory.parents) and not os.path.lexists(path.parent)
+    if config.pool_file and not is_made_by_start:
+        # Only here, as it imports NumPy.
+        from kvoffd.pool.allocator import default_region_bytes
+        from kvoffd.pool.backing import FileBacking
+        from kvoffd.pool.slot_table import TableGeometry
+
+        with closing(FileBacking(path)) as backing:
+            table_bytes = TableGeometry(config.pool_bytes, default_region_bytes(config.pool_bytes)).size_bytes
+            limit = backing.limit(config.pool_bytes)
+            check_fits(config.pool_bytes, limit)  # as ``Pool`` does
+            check_fits(config.pool_bytes + table_bytes, limit)
+    elif config.pool_file or config.reserved_pages != "auto" or not fits_reserved(config.pool_bytes):
+        check_fits(config.pool_bytes, memory_limit())
 
 
 def open_standard_streams() -> None:
