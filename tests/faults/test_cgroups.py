@@ -108,7 +108,8 @@ def test_config_counts_what_a_pool_file_has(tmp_path: Path) -> None:
     """A start uses the pool again, though its file system is full of it."""
     with tmpfs(tmp_path / "small", "16m") as small:
         pool = small / "pool"
-        pool.write_bytes(bytes(12 * MIB))
+        with DaemonProcess("8MiB", pool_file=str(pool)) as daemon:
+            daemon.stop()
         asked = ("--pool-size", "8MiB", "--pool-file", str(pool), "--directory", str(tmp_path / "run"))
         ended = run_daemon_here("config", *asked, KVOFFD_HTTP_ADDRESS="")
         assert ended.returncode == 0, ended.stderr
