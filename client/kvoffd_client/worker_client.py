@@ -470,7 +470,11 @@ class WorkerClient(Session):
         return has_replied and self._transport.wait(ready, timeout_s - silence_s)
 
     def close(self) -> None:
-        """End the session and the thread, in less than a second. Unfinished jobs fail. Repeatable."""
+        """End the session and the thread, in less than a second. Unfinished jobs fail. Repeatable.
+
+        Until it has noticed, the daemon may still write to the blocks of an unfinished load: ``unregister`` before, if
+        the memory is used for something else afterwards.
+        """
         super().close()
         for memory in self._registration.memories:
             if isinstance(memory, GpuSegment):

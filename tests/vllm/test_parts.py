@@ -28,6 +28,7 @@ from kvoffd_client.vllm import engine_namespace
 from kvoffd_client.vllm.connector import KvoffdConnector
 from kvoffd_client.vllm.kv_memory import NotShareable
 from kvoffd_client.vllm.spec import KvoffdSpec
+from kvoffd_proto.admin import ListPrompts
 from tests.kit.command import run_cli
 from tests.kit.daemon import DaemonProcess
 from tests.kit.engine import BLOCK_TOKENS, full_blocks, prompt, wait_books
@@ -165,7 +166,20 @@ def test_eight_prompts_at_once_come_whole_from_a_slow_store(model: Path, store: 
             for each in WARM_UP:
                 engine.generate([each])
             loaded = engine.generate(PROMPTS)
-    assert loaded == FULL
+            assert loaded == FULL, why_computed(engine, daemon.directory, len(WARM_UP) + len(PROMPTS))
+
+
+def why_computed(engine: EngineOfParts, directory: Path, prompts: int) -> str:
+    """What the engine reported of so many prompts, and the daemon of its tiers."""
+    with AdminClient(directory) as admin:
+
+        def reported() -> bool:
+            engine.step()  # reports are sent once a second
+            return len(admin.ask(ListPrompts).prompts) >= prompts
+
+        wait_until(reported)
+        computed = [one for one in admin.ask(ListPrompts).prompts if not one.report.loaded_tokens]
+        return f"{computed}; {admin.stats().tiers}"
 
 
 WHY = "The driver cannot export the memory at 0x7f0000000000."
