@@ -73,7 +73,7 @@ class CompletionLog:
         return [batch for batch, _ in self._unacknowledged]
 
     def replay(self) -> list[Completions]:
-        """Return them for a client that asks for them. Raises KvoffdError if it has not read what it got so often."""
+        """Return them for a client that asks for them. Raises KvoffdError once MAX_REPLAYS answers had them."""
         if self._unacknowledged:
             if self._replays >= MAX_REPLAYS:
                 why = f"The session was sent its results {MAX_REPLAYS} times; read them, and acknowledge them."
