@@ -9,9 +9,7 @@ from weakref import WeakKeyDictionary
 
 from kvoffd.cache.hooks import NO_TOKENS, BlockTokens
 from kvoffd.cache.namespace import Namespace
-from kvoffd.errors import KvoffdError
 from kvoffd_proto.codec import encode
-from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.events import (
     MEDIUM_CPU,
     SEQUENCE_BYTES,
@@ -26,10 +24,6 @@ from kvoffd_proto.messages import Completions, JobResult
 
 MAX_EVENTS_PER_MESSAGE = 64
 """Limit of a message, for when a pool is recovered."""
-
-MAX_REPLAYS = 16
-"""Answers to ``Results`` with the same unacknowledged batches: for a client that reads none libzmq keeps each, of up to
-2 MiB, and limits only their number."""
 
 Frames = tuple[bytes, bytes, bytes]
 """Topic, sequence number, payload: one message of ``events.sock``."""
@@ -47,8 +41,6 @@ class CompletionLog:
         self._unacknowledged: deque[tuple[Completions, int]] = deque()
         """Batches with their encoded sizes, oldest first."""
         self._sequence = 0
-        self._replays = 0
-        """Answers with the oldest of the unacknowledged batches."""
 
     def close_batch(self, credit_bytes: int) -> Frames | None:
         """Number the pending results as one batch, and return the frames that publish it; None without results."""
@@ -65,21 +57,9 @@ class CompletionLog:
         """Forget all batches up to this one, which the client has received."""
         while self._unacknowledged and self._unacknowledged[0][0].sequence <= sequence:
             self.nbytes -= self._unacknowledged.popleft()[1]
-            self._replays = 0
-
-    @property
-    def unacknowledged(self) -> list[Completions]:
-        """The batches that the client has not acknowledged, oldest first."""
-        return [batch for batch, _ in self._unacknowledged]
 
     def replay(self) -> list[Completions]:
-        """Return them for a client that asks for them. Raises KvoffdError once MAX_REPLAYS answers had them."""
-        if self._unacknowledged:
-            if self._replays >= MAX_REPLAYS:
-                why = f"The session was sent its results {MAX_REPLAYS} times; read them, and acknowledge them."
-                raise KvoffdError(why, ErrorCode.TOO_MANY)
-            self._replays += 1
-        return self.unacknowledged
+        return [batch for batch, _ in self._unacknowledged]
 
 
 class EventLog:

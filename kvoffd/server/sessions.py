@@ -244,7 +244,7 @@ class SessionTable:
                 jobs=len(self._jobs.of(one)),
                 registrations=len(one.registrations),
                 registered_bytes=sum(size for each in one.registrations.values() for _, size in each.memory.spans),
-                unacknowledged=sum(len(batch.results) for batch in one.completions.unacknowledged),
+                unacknowledged=sum(len(batch.results) for batch in one.completions.replay()),
                 namespaces=sorted(one.namespaces),
                 pinned_bytes=self._cache.leases.of(one.id).nbytes,
                 stored_bytes=one.stored_bytes,

@@ -335,8 +335,7 @@ class ResultsReply(Reply, frozen=True):
 
 @exchange(WORKER)
 class Results(Request[ResultsReply], frozen=True):
-    """Asks for completions that PUB may have dropped: send it after a gap, or when a job takes more than a second. The
-    same ones are sent 16 times at most; then the answer is TOO_MANY until some are acknowledged."""
+    """Asks for completions that PUB may have dropped: send it after a gap, or when a job takes more than a second."""
 
     acknowledged: Acknowledged
 

@@ -26,7 +26,7 @@ from kvoffd.cache.cache import Cache
 from kvoffd.cache.namespace import MissReason, Namespace
 from kvoffd.config import Config, ServerLimits
 from kvoffd.errors import BadBlockIds, KvoffdError
-from kvoffd.server.events import MAX_REPLAYS, EventLog
+from kvoffd.server.events import EventLog
 from kvoffd.server.handlers import OPERATOR_WAIT_S, Pending, handlers_of
 from kvoffd.server.jobs import QUIET_S, checked_parts
 from kvoffd.server.lifeline import Connection
@@ -453,24 +453,6 @@ def test_a_copy_counts_for_its_session_with_all_its_bytes(bench: Bench) -> None:
     bench.end_copy()
 
 
-def test_results_that_a_client_does_not_read_are_not_sent_without_end(bench: Bench) -> None:
-    """libzmq kept a thousand answers of 2 MiB for one that asks again and again."""
-    worker = bench.session()
-    bench.copy(worker)
-    bench.end_copy()
-    for _ in range(MAX_REPLAYS):
-        (reply,) = bench.ask(worker, m.Results(3, 0))
-        assert isinstance(reply, m.ResultsReply)
-        assert [batch.sequence for batch in reply.batches] == [1]
-    (refused,) = bench.ask(worker, m.Results(3, 0))
-    assert isinstance(refused, m.Error)
-    assert refused.code is ErrorCode.TOO_MANY
-    for _ in range(2 * MAX_REPLAYS):  # without batches it is small
-        (reply,) = bench.ask(worker, m.Results(3, 1))
-        assert isinstance(reply, m.ResultsReply)
-        assert not reply.batches
-
-
 def test_load_fails_when_others_find_its_block_corrupt(bench: Bench) -> None:
     """As the scrubber does, while the load's own bytes were compared already, or are not to be."""
     cache, worker, scheduler = bench.service.cache, bench.session(), bench.session(m.Role.SCHEDULER)
@@ -484,7 +466,7 @@ def test_load_fails_when_others_find_its_block_corrupt(bench: Bench) -> None:
         cache.integrity.check(check.slot, check.sequence, checksum)
     bench.end_copy()
     bench.service.outgoing()
-    (result,) = worker.completions.unacknowledged[-1].results
+    (result,) = worker.completions.replay()[-1].results
     assert (result.error, result.failed) == (ErrorCode.CHECKSUM, [m.GroupKeys(0, KEY)])
 
 
