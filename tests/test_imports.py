@@ -38,7 +38,7 @@ PACKAGES = {
     "memory_estimate": "config tiering tiers cache pool system errors",
     "transfer": "pool system errors",
     "server": "tiering tiers cache transfer pool system observe config memory_estimate errors",
-    "cli": "server simulate cache observe config memory_estimate system errors",
+    "cli": "server simulate cache observe config memory_estimate pool system errors",
     "__main__": "cli",
 }
 """The packages and single modules of ``kvoffd``, from the lowest up, and what each of them may import."""

@@ -36,6 +36,8 @@ class ForkedHelper:
                 if fd > 2 and fd not in pass_fds:
                     with suppress(OSError):
                         os.close(fd)
+            # pytest's own lead to descriptors that are closed now, or another file's by then.
+            sys.stdout = sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
             sys.argv = list(command[-2:])
             peer_helper.main()
         except Exception:

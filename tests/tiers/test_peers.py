@@ -1028,5 +1028,6 @@ def test_an_agent_that_nixl_does_not_know_any_more_does_not_end_the_helper() -> 
     helper._nixl, helper._agents = Mock(), {0: peer_helper.Agent(b"metadata", "agent", 1)}
     helper._nixl.remove_remote_agent.side_effect = RuntimeError("NIXL_ERR_NOT_FOUND")
     helper._settings, helper._peers, helper._asked = HelperSettings(["node-b:7400"], "", SECRET), [None], {}
+    helper._without_socket = {}
     helper._replace(0, "")
     assert (helper._agents, helper._settings.peers) == ({}, [""])
