@@ -128,6 +128,8 @@ class Prompts:
             self._report_lookup(*oldest)
 
     def _report_offered(self, offered: Offered) -> None:
+        if any(group.retired for group, _ in offered.groups):  # reset or forgotten since, and all that was known of it
+            return
         for group, keys in offered.groups:
             if self.curve is not None:
                 self.curve.stored(group, keys)

@@ -7,6 +7,8 @@ import zlib
 from collections.abc import Sequence
 from functools import partial
 from math import inf
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -19,7 +21,7 @@ from kvoffd.cache.leases import CLAIM_S
 from kvoffd.cache.namespace import MissReason, Namespace, NamespaceRecord, NamespaceSnapshot
 from kvoffd.cache.open_namespaces import KNOWN_RESETS
 from kvoffd.cache.policy import Admission, Chain
-from kvoffd.cache.prompts import MAX_UNREPORTED
+from kvoffd.cache.prompts import MAX_UNREPORTED, Offered
 from kvoffd.cache.states import DROPPED, FREE, READY
 from kvoffd.cache.tickets import StorePart, StoreTicket
 from kvoffd.errors import BadGeometry, NotReady, UnknownLease
@@ -740,6 +742,22 @@ def test_a_watcher_that_removes_itself_keeps_no_other_from_a_report() -> None:
         rig.cache.lookup(rig.open("a"), 1, lease_id, [(0, keys_of(1))])
         rig.cache.prompts.report()
     assert noted == ["once", "always", "always"]
+
+
+@pytest.mark.parametrize("how", ["reset", "forgotten"])
+def test_what_was_offered_is_not_told_of_a_namespace_that_is_gone(how: str) -> None:
+    """Those who learn from it have been told that it is gone: they would keep what they then learn for ever."""
+    rig = CacheRig(16, 4)
+    namespace, told = rig.open("a"), list[bytes]()
+    points: Any = SimpleNamespace(offered=lambda namespace, keys, parents, tokens: told.extend(keys))
+    rig.cache.prompts.branch_points = points
+    for is_gone in (False, True):
+        groups = [(namespace.groups[0], keys_of(1))]
+        rig.cache.prompts.offered(Offered(namespace, groups, [keys_of(1)], bytes(32), bytes(64)))
+        if is_gone:
+            rig.cache.reset(namespace) if how == "reset" else rig.cache.namespaces.forget(namespace)
+        rig.cache.prompts.report()
+    assert told == [keys_of(1)]
 
 
 def test_requests_are_reported_once_and_a_benchs_never() -> None:
