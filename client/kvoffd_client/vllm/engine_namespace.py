@@ -309,7 +309,7 @@ class EngineNamespace:
                 return
             self._memory[rank] = state
         if self._apart is not None and self._apart.problem and not self._absent_ranks():
-            self._apart = None
+            self._apart = None  # here too: an engine all of whose prompts wait makes no step that ``step_ended`` sees
         if self.current is None and not is_decided and len(self._memory) == self._world_size:
             self._decide([self._memory[rank] for rank in sorted(self._memory)])
 

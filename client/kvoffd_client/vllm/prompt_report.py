@@ -190,6 +190,7 @@ def _found_keys(lookup: KeyedLookup | None, promoted: PromotedBlocks) -> FoundKe
         from_disk += before.count(PENDING)
         from_store += before.count(SHARED) + promoted_from.count(ASKED)  # a store had it, since it is ready
         asked += before.count(SHARED) + before.count(ASKED) + before.count(LACKED)
+    # ``unanswered`` is of all keys of the last lookup, tails included, and ``asked`` of the chunks.
     return FoundKeys(keys, ready - came_up, from_disk, from_store, asked, min(asked, unanswered))
 
 
