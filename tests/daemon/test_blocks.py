@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -410,6 +411,28 @@ def test_a_put_does_not_replace_what_an_engine_uses_of_a_block(shared_daemon: Da
                     blocks.put(key, kv)
                 assert scheduler.release(1) == 1
                 assert blocks.put(key, kv)
+
+
+def test_a_put_waits_for_the_end_of_its_own_lease(
+    shared_daemon: DaemonProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another session sends it, so a busy daemon may handle it after the copy."""
+    namespace, (key,), kv = b"later".ljust(32), keys(1), [np.full(2 * PAGE_BYTES, 7, np.uint8)]
+    with WireClient(shared_daemon.directory) as worker, SharedMemory(8 * PAGE_BYTES, "later") as memory:
+        worker.open_namespace(namespace)
+        cache = worker.register(memory, PAGE_BYTES, namespace=namespace, blocks_per_key=2)
+        assert worker.step(cache, [store_of(1, [key], [0], first_block=1)])[1].ok
+        with BlockClient(shared_daemon.directory, namespace, timeout_s=10.0) as blocks:
+            released, release = list[threading.Timer](), blocks._scheduler.release
+
+            def release_later(lease_id: int) -> None:
+                released.append(timer := threading.Timer(0.2, release, [lease_id]))
+                timer.start()
+
+            monkeypatch.setattr(blocks._scheduler, "release", release_later)
+            assert blocks.put(key, kv)
+            for timer in released:
+                timer.join()
 
 
 @pytest.mark.parametrize("end", ["refused", "late", "interrupted"])
