@@ -157,6 +157,7 @@ def serve(config: Config) -> int:
     """Run the daemon until it ends; return its exit status."""
     from kvoffd.errors import NoMoreThreads
     from kvoffd.system.limits import check_start
+    from kvoffd.system.threads import is_refused_thread
 
     try:
         check_start(config.pool_file)
@@ -176,7 +177,7 @@ def serve(config: Config) -> int:
         return _refuse(str(error), config.log_format)
     except RuntimeError as error:
         # Threads of the loop's executor and of the log are not started by ``threads.start``.
-        if str(error) != "can't start new thread":
+        if not is_refused_thread(error):
             raise
         return _refuse(str(NoMoreThreads()), config.log_format)
 

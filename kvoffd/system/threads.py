@@ -25,11 +25,18 @@ ENDED_AT_ONCE = 8
 """Ended tasks that the loop handles at a time, in one or two milliseconds."""
 
 
+def is_refused_thread(error: RuntimeError) -> bool:
+    """Return whether the error says that the kernel refuses another thread. Other ones are bugs, or the exit."""
+    return str(error) == "can't start new thread"
+
+
 def start(thread: threading.Thread) -> None:
     """Start a thread. Raises NoMoreThreads."""
     try:
         thread.start()
     except RuntimeError as error:
+        if not is_refused_thread(error):
+            raise
         raise NoMoreThreads from error
 
 
@@ -38,6 +45,8 @@ def submit(executor: ThreadPoolExecutor, task: Callable[..., R], *arguments: obj
     try:
         return executor.submit(task, *arguments)
     except RuntimeError as error:
+        if not is_refused_thread(error):
+            raise
         raise NoMoreThreads from error
 
 
@@ -48,7 +57,7 @@ class AbandonableThreads:
         stop: makes the functions return.
         nice: increment of the threads' nice value.
 
-    Raises NoMoreThreads; then none runs.
+    Raises NoMoreThreads. After any error none runs.
     """
 
     def __init__(
@@ -60,7 +69,7 @@ class AbandonableThreads:
             for name, work in works:
                 start(thread := threading.Thread(target=self._run, args=(work,), name=name, daemon=True))
                 self._threads.append(thread)
-        except NoMoreThreads:
+        except BaseException:
             stop()
             for thread in self._threads:
                 thread.join()

@@ -89,7 +89,7 @@ class SharedTier(Tier):
         generations: of namespaces, as far as this node has heard of them.
         make_workers: replaced in tests, which have no threads.
 
-    Raises NoMoreThreads; then none runs.
+    Raises NoMoreThreads. After any error no thread runs.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class SharedTier(Tier):
         """Writes that have not ended, by tag and key."""
         make_threads = partial(make_workers, post=post, clock=clock)
         asker, threads = AskingThread(self, first, clock), [BlockThread(self, one, clock) for one in self._stores[1:]]
-        with ExitStack() as started:  # if a thread does not start, those that run are ended
+        with ExitStack() as started:  # if a later step fails, the threads that run are ended
             self._asking = make_threads(
                 "kvoffd-shared-ask",
                 [lambda questions: [question.run(asker) for question in questions]],
@@ -150,11 +150,12 @@ class SharedTier(Tier):
                 on_end=self._write_ended,
                 take=partial(take_batch, first),
             )
+            started.callback(lambda: self._writing.close(time.monotonic() + UNDONE_S))
+            self._answers = Answers(self, listener, first, clock, self._asking.put)
+            self._set_store(name)
+            if name:
+                self._put_due_questions()  # the first probe
             started.pop_all()
-        self._answers = Answers(self, listener, first, clock, self._asking.put)
-        self._set_store(name)
-        if name:
-            self._put_due_questions()  # the first probe
 
     def _set_store(self, name: str) -> None:
         """Set what belongs to one store, the one of this name, of which nothing is known. The rest stays when a place

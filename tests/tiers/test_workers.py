@@ -8,6 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -16,7 +17,8 @@ from typing import cast
 import pytest
 
 from kvoffd.errors import NoMoreThreads
-from kvoffd.system.threads import Workers
+from kvoffd.system.threads import AbandonableThreads, Workers, start, submit
+from kvoffd.tiers import shared
 from kvoffd.tiers.disk import DiskTier
 from kvoffd.tiers.peer_messages import HelperSettings
 from kvoffd.tiers.peer_process import HelperProcess
@@ -177,6 +179,43 @@ def test_a_shared_tier_leaves_nothing_where_a_thread_does_not_start(
     with pytest.raises(NoMoreThreads) if started < 5 else nullcontext():
         tier = open_tier(clock=time.monotonic, post=print, listener=listener, ask_deadline_s=1.0)
         assert tier.close(DEADLINE_S)
+    assert {*threading.enumerate()} <= before
+
+
+def test_a_shared_tier_without_memory_for_its_answers_leaves_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_memory(*_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(shared, "Answers", no_memory)
+    before = {*threading.enumerate()}
+    open_tier = partial(SharedTier, "", open_store("redis://127.0.0.1:1", Credentials()), pool=memoryview(b""))
+    with pytest.raises(MemoryError):
+        open_tier(clock=time.monotonic, post=print, listener=cast("TierListener", None), ask_deadline_s=1.0)
+    assert {*threading.enumerate()} <= before
+
+
+def test_only_a_refused_thread_counts_as_one() -> None:
+    """A pool of threads that was shut down, and a thread that was started before, are bugs of ours: the sentence about
+    the limits of processes would be false."""
+    with ThreadPoolExecutor() as executor:
+        pass
+    with pytest.raises(RuntimeError, match="after shutdown"):
+        submit(executor, print)
+    thread = threading.Thread(target=print)
+    start(thread)
+    with pytest.raises(RuntimeError, match="only be started once"):
+        start(thread)
+    thread.join()
+
+
+def test_threads_are_ended_where_a_later_one_fails_for_another_reason() -> None:
+    def works() -> Iterator[tuple[str, Callable[[], None]]]:
+        yield "first", lambda: ended.wait(DEADLINE_S) and None
+        raise MemoryError
+
+    ended, before = threading.Event(), {*threading.enumerate()}
+    with pytest.raises(MemoryError):
+        AbandonableThreads(works(), ended.set)
     assert {*threading.enumerate()} <= before
 
 
