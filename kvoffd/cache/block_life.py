@@ -191,12 +191,15 @@ class BlockLife:
         checksums: Iterable[int],
         tokens: Mapping[bytes, BlockTokens] = NO_TOKENS,
         chains: Sequence[ChainStart] = (),
+        *,
+        by_several: bool = False,
     ) -> BlockIds:
         """End the writes to these shards' slots, whose bytes are all there. Returns the blocks that became READY, in
         the order of ``blocks``, and reports them.
 
         ``first_blocks``: first engine block of each shard; None for 0 of all. ``checksums``: 0 for those that are still
         to be computed. ``chains``: see ``BlockTable.publish``; with them the records name the block before each.
+        ``by_several``: see ``HintedOrder.insert``.
         """
         if group.retired or not blocks.size:
             self.end_writes(group, blocks, slots)
@@ -215,7 +218,7 @@ class BlockLife:
                 for block in ready.tolist():
                     self._sole_of.pop(block, None)
             group.namespace.counters.stored_blocks += len(ready)
-            self.order.insert(group, ready, packed_keys)
+            self.order.insert(group, ready, packed_keys, by_several=by_several)
             keys = np.frombuffer(packed_keys, group.namespace.key_type)[::-1].tolist()
             self._events.stored(group.namespace, group.index, keys, tokens=tokens)
         return ready[::-1]  # C goes from the last to the first
@@ -250,8 +253,8 @@ class BlockLife:
         for begin in range(0, len(blocks), RECOVERED_AT_ONCE):
             for group, members in self.blocks.by_group(blocks[begin : begin + RECOVERED_AT_ONCE]):
                 self.blocks.add_recovered(group, members)
-                self.order.insert(group, members, self.blocks.keys(members, group.key_bytes))
-                self.order.share(members)  # whose prompts asked for them is not known any more
+                keys = self.blocks.keys(members, group.key_bytes)
+                self.order.insert(group, members, keys, by_several=True)  # whose prompts use them is not known any more
         self._to_announce = blocks
         self.unannounced[blocks] = True
         self._quarantine(quarantined)

@@ -284,9 +284,13 @@ class HintedOrder:
             outside[at] = self._take_from_part(number, found[at])
         self._give_to_policy(group, found[outside])
 
-    def insert(self, group: Group, blocks: BlockIds, keys: bytes) -> None:
+    def insert(self, group: Group, blocks: BlockIds, keys: bytes, *, by_several: bool = False) -> None:
+        """As the policy's. ``by_several``: prompts of others than one giver use the blocks, whoever asked for them."""
         self._policy.insert(group, blocks, keys)
-        self._askers.stored(group, blocks, keys)
+        if by_several:
+            self._askers.share(blocks)
+        else:
+            self._askers.stored(group, blocks, keys)
         awaited = self.retentions.awaited
         if not awaited:
             return

@@ -369,11 +369,9 @@ class BlockStores:
     def commit_fill(self, ticket: FillTicket, first_blocks: Sequence[int], checksums: Sequence[int]) -> bool:
         """End a fill whose bytes are all there; both arguments are by rank. Returns whether its block became READY: it
         may have been dropped since."""
-        ranks = len(ticket.slots)
-        ready = self._life.publish(ticket.group, ticket.blocks.repeat(ranks), ticket.slots, first_blocks, checksums)
-        if ready.size:
-            self._order.share(ready)  # it may be anybody's
-        return bool(ready.size)
+        shards = ticket.group, ticket.blocks.repeat(len(ticket.slots)), ticket.slots
+        # Another node's prompts, or an earlier daemon's, may have stored it.
+        return bool(self._life.publish(*shards, first_blocks, checksums, by_several=True).size)
 
     def abort_fill(self, ticket: FillTicket) -> None:
         """End a fill that did not get all bytes, and free its slots."""
