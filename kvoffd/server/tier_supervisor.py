@@ -129,8 +129,6 @@ class TierSupervisor:
         """Time of an open namespace's first lookup, when stores and peers were asked whether it was cleared."""
         self._answered: set[bytes] = set()
         """Those of these namespaces about which all have answered, or were asked FOLLOW_S ago."""
-        if tiering is not None:
-            tiering.lookups.ask_if_behind = self.ask_if_behind
 
     def start(self, stores: OpenStores) -> None:
         """Start to open the configured tiers; ``stores`` are those of ``shared_stores``. Raises NoMoreThreads."""
@@ -143,6 +141,8 @@ class TierSupervisor:
             self._stores.append(tier := self._shared_tier(url, open_one, tiering))
             tiering.add_store(tier, self._settings(WriteMode(self._config.shared_write)))
         self.peers.open(tiering, self._shared_tier, self._settings(WriteMode.NEVER))
+        if self.shares:  # else no other node can clear what the disks have
+            tiering.lookups.ask_if_behind = self.ask_if_behind
 
     # --- disks -----------------------------------------------------------------------------------
 

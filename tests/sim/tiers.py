@@ -86,6 +86,7 @@ class SimTiers(TierSupervisor):
         self._stores.append(tier)
         self.tiering.add_store(tier, self._settings(WriteMode(self._config.shared_write)))
         self.tiering.sources[-1].reads.speed = BentSpeed(self._clock)
+        self.tiering.lookups.ask_if_behind = self.ask_if_behind  # as ``start`` has it
 
     def bend_speeds(self, factor: float) -> None:
         """Have what is known of all tiers' speed be wrong by a factor from now on."""
